@@ -1,0 +1,29 @@
+"""ServerConfig: the HTTP side, generated into flags like the engine's configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.config.fields import check_at_least, setting
+from jaxserve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where and how the server listens."""
+
+    host: str = setting("127.0.0.1", "Address to bind.")
+    port: int = setting(8000, "Port to bind.")
+    api_key: list[str] | None = setting(
+        None, "Key(s) that clients must send; also JAXSERVE_API_KEY. /health stays open.", parse="list"
+    )
+    served_model_name: list[str] | None = setting(
+        None, "Name(s) under which the model is served; the first is reported.", parse="list"
+    )
+    shutdown_timeout: float = setting(5.0, "Seconds to let running requests finish after SIGTERM.")
+    allowed_origins: list[str] = setting([], "CORS origins; none by default.", parse="list")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "shutdown_timeout")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}.", param="port")

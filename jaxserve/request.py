@@ -1,0 +1,76 @@
+"""Request: one sequence as the scheduler sees it, from arrival to its end."""
+
+from __future__ import annotations
+
+import enum
+
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import EngineCoreRequest, FinishReason
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence.
+
+    The central pair is ``num_computed_tokens`` chasing ``num_tokens`` (prompt + output). ``num_inflight_tokens``
+    counts tokens that a dispatched step will sample but that the host has not read yet: they count as tokens to
+    compute (``num_tokens_with_inflight``), their ids live on the device.
+    """
+
+    __slots__ = (
+        "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "cache_salt", "finish_reason",
+        "first_scheduled_time", "max_tokens", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "priority", "request_id", "sampling_params",
+        "seed", "status", "stop_reason", "stop_token_ids", "eos_token_ids",
+    )  # fmt: skip
+
+    def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
+        params = core_request.sampling_params
+        self.request_id: str = core_request.request_id
+        self.sampling_params: SamplingParams = params
+        self.arrival_time: float = core_request.arrival_time
+        self.priority: int = core_request.priority
+        self.cache_salt: str | None = core_request.cache_salt
+        self.seed: int = core_request.seed
+        self.bad_words_token_ids: list[list[int]] = core_request.bad_words_token_ids
+        self.all_token_ids: list[int] = list(core_request.prompt_token_ids)
+        self.num_prompt_tokens: int = len(core_request.prompt_token_ids)
+        room = max_model_len - self.num_prompt_tokens
+        self.max_tokens: int = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.eos_token_ids: frozenset[int] = frozenset(() if params.ignore_eos else core_request.eos_token_ids)
+        self.stop_token_ids: frozenset[int] = self.eos_token_ids | frozenset(params.stop_token_ids or ())
+        self.status: RequestStatus = RequestStatus.WAITING
+        self.num_computed_tokens: int = 0
+        self.num_inflight_tokens: int = 0
+        self.num_cached_tokens: int = 0
+        self.num_preemptions: int = 0
+        self.num_sent_logprobs: int = 0
+        self.first_scheduled_time: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.block_hashes: list[bytes] = []
+        """Chained hashes of the full blocks of known tokens; kept by the KV cache manager."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known to the host."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_inflight(self) -> int:
+        """Tokens to compute, counting those that are sampled but not read yet."""
+        return len(self.all_token_ids) + self.num_inflight_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED

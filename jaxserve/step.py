@@ -1,0 +1,221 @@
+"""All that crosses between the scheduler (host) and the runner (device side) for one step, and the wire's messages.
+
+No JAX here: the scheduler, the engine core and the server are tested without it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from jaxserve.kv_cache_spec import KVCacheGroup
+from jaxserve.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# --- scheduler -> runner ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """A request that enters the runner's batch: new, or resumed after preemption (then its row starts afresh).
+
+    ``token_ids`` are all tokens known to the host, prompt and output; ``num_prompt_tokens`` says where the output
+    begins. ``block_ids`` holds one list per KV cache group. ``seed`` is always set: the user's or one drawn for it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    stop_token_ids: list[int]
+    """Every id that ends this request (end-of-sequence ids unless ignored, then the user's)."""
+    bad_words_token_ids: list[list[int]]
+    block_ids: list[list[int]]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class CachedRequestData:
+    """A request already in the runner's batch: only what changed. ``new_block_ids``: one list per KV cache group."""
+
+    request_id: str
+    new_block_ids: list[list[int]]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's work.
+
+    ``num_scheduled_tokens`` is ordered: decoding rows (one token) first, then the rest, and this is the batch's row
+    order. A request samples a token in this step when its scheduled tokens reach all its tokens
+    (``samples``). ``finished_request_ids`` and ``preempted_request_ids`` leave the runner's batch before this step.
+    """
+
+    step_id: int
+    new_requests: list[NewRequestData] = field(default_factory=list)
+    cached_requests: list[CachedRequestData] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    samples: set[str] = field(default_factory=set)
+    finished_request_ids: list[str] = field(default_factory=list)
+    preempted_request_ids: list[str] = field(default_factory=list)
+    num_decode_rows: int = 0
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+# --- runner -> scheduler ---------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities at one position: the chosen token first, then the most likely ones in order.
+
+    ``rank`` is the chosen token's rank (1 = most likely); the others' ranks are 1, 2, 3, ….
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What one step produced, per request. ``failed`` names requests whose part of the step failed, with the reason."""
+
+    step_id: int
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Prompt positions scored in this step, in order. Position 0 has no logprob and is not listed."""
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A step that was dispatched to the device. ``result`` waits for it and reads its tokens once."""
+
+    def result(self) -> ModelRunnerOutput: ...
+
+
+class ModelRunner(Protocol):
+    """The device side as the engine core sees it."""
+
+    def initialize(self) -> RunnerInfo:
+        """Load weights, size and allocate the cache, compile every program of the bucket table."""
+        ...
+
+    def execute(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """Dispatch one step without waiting for it. Steps run in the order of the calls."""
+        ...
+
+    def num_compilations(self) -> int:
+        """Compilations since ``initialize`` returned: 0 in a healthy engine."""
+        ...
+
+    def close(self) -> None:
+        """Free device memory."""
+        ...
+
+
+@dataclass(slots=True)
+class RunnerInfo:
+    """What the runner resolved while starting."""
+
+    num_blocks: int
+    """Blocks in the pool, the dummy block 0 included."""
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    kv_cache_groups: list[KVCacheGroup]
+    kv_cache_bytes: int
+    num_programs: int
+    device: str
+
+
+# --- server <-> engine core (msgpack) --------------------------------------------------------------------------
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True):
+    """One request as the engine core takes it: already tokenized and validated, n = 1.
+
+    ``arrival_time`` is ``time.monotonic()`` of the front process on the same host. Lower ``priority`` runs first.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    seed: int
+    eos_token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    error: str | None = None
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """State of the scheduler after a step; counters run from the start of the engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of blocks in use, 0 to 1."""
+    prefix_cache_queries: int = 0
+    """Tokens looked up (counter)."""
+    prefix_cache_hits: int = 0
+    """Tokens found (counter)."""
+    num_preemptions: int = 0
+    num_compilations: int = 0
+    step_tokens: int = 0
+    """Tokens scheduled in this step."""
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True):
+    """One message from the engine core: the outputs of a step, and the state after it."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+
+
+class EngineInfo(msgspec.Struct):
+    """Sent once, when the engine core is ready."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    kv_cache_tokens: int
+    num_programs: int
+    device: str
+    startup_seconds: dict[str, float] = msgspec.field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Attention and cache kernels for TPU, GPU and CPU. Imports only JAX and itself."""

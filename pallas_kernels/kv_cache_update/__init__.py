@@ -1,0 +1,1 @@
+"""Kv cache update: the oracle and one implementation per backend."""

@@ -1,0 +1,1 @@
+"""Ragged paged attention: the oracle and one implementation per backend."""
