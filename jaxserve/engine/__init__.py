@@ -1,0 +1,1 @@
+"""The engine: input and output processing, the core and its clients."""

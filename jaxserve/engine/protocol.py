@@ -1,0 +1,72 @@
+"""EngineClient: the engine as the server sees it; AsyncEngine implements it, tests use a fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import EngineInfo
+from jaxserve.tokenizer.interface import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+
+class RequestStream(Protocol):
+    """The outputs of one admitted request. Leaving it early (``aclose``) aborts the request."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """What the server needs of an engine."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine resolved while starting."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with ``skip_tokenizer_init``."""
+        ...
+
+    @property
+    def errored(self) -> BaseException | None:
+        """Why the engine core died; None while it lives."""
+        ...
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """SamplingParams fields from ``generation_config.json`` and ``override_generation_config``."""
+        ...
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Validate, tokenize and admit a request.
+
+        Raises:
+            InvalidRequestError: the request's own mistake, before anything was admitted.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine core died.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests early; unknown or finished ids are ignored."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize for /tokenize, without admitting anything."""
+        ...

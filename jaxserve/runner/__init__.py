@@ -1,0 +1,1 @@
+"""The device side: batches, buckets, compilation, the jitted step."""

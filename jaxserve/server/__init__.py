@@ -1,0 +1,1 @@
+"""The HTTP server: create_app(engine), routes and protocols."""

@@ -1,0 +1,1 @@
+"""Tokenizers: loading, chat templates, incremental detokenization. No JAX here."""
