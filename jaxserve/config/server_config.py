@@ -21,9 +21,13 @@ class ServerConfig:
         None, "Name(s) under which the model is served; the first is reported.", parse="list"
     )
     shutdown_timeout: float = setting(5.0, "Seconds to let running requests finish after SIGTERM.")
+    max_body_bytes: int = setting(
+        32 << 20, "Largest request body; a larger one is refused (413).", parse="size"
+    )
     allowed_origins: list[str] = setting([], "CORS origins; none by default.", parse="list")
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "shutdown_timeout")
+        check_at_least(self, 1, "max_body_bytes")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}.", param="port")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import EngineInfo
@@ -64,9 +65,17 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests early; unknown or finished ids are ignored."""
+        """End requests early: their streams end with ``finish_reason`` abort. Unknown or finished ids are ignored."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize for /tokenize, without admitting anything."""
+        ...
+
+    def attach_metrics(self, metrics: EngineMetrics) -> None:
+        """Feed ``metrics`` from now on. The server owns the registry and its labels (the served model's name)."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine core and everything it started; callable twice, and after the core died."""
         ...
