@@ -1,0 +1,222 @@
+"""Blocked attention in plain XLA: the CPU's implementation, and the portable one of GPUs that have no kernel.
+
+Central idea: work is cut into tiles whose number is dynamic, so that cost follows the live context and not the
+padded one. Decoding rows are sorted by length and taken ``ROW_TILE`` at a time; each tile walks the context of its
+longest row. Other rows are cut into tiles of ``QUERY_TILE`` queries, each of which walks its own visible context.
+Both walk ``KV_TILE`` keys at absolute positions in order with an online softmax in float32, so a row's result does
+not depend on the other rows: what lies beyond its own end adds exact zeros.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
+from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+ROW_TILE = 8
+QUERY_TILE = 64
+KV_TILE = 128
+"""Keys walked in one step of a loop; a larger block is walked whole."""
+
+MASKED = -1e30
+"""Score of an invisible key: finite, so that a row with none visible yet gives no NaN."""
+
+
+def blocked_attention(
+    q: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata, options: AttentionOptions,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attend each row's new tokens to its cached ones (the new ones are in the cache already).
+
+    Args:
+        q: [T, H, D].
+        kv_cache: [2, num_blocks, K, block_size, D].
+        metadata: the step's batch, rows ordered decode first.
+        options: scale, window, soft cap.
+        sinks: [H] extra logits of the denominator.
+
+    Returns:
+        [T, H, D] in q's type; zero for padding tokens.
+    """  # fmt: skip
+    num_rows = metadata.seq_lens.shape[0]
+    walk = _Walk(kv_cache, options, sinks, q.shape[1])
+    out = _decode_rows(q[:num_rows], walk, metadata)
+    out = jnp.concatenate([out, jnp.zeros((q.shape[0] - num_rows, *q.shape[1:]), q.dtype)])
+    if q.shape[0] > 1:
+        # A step of one token has only a decoding row; every other shape can hold rows with several queries.
+        out = _query_tiles(q, out, walk, metadata)
+    return out
+
+
+class _Walk:
+    """One layer's cache and options: gathers tiles of keys and scores them."""
+
+    def __init__(self, kv_cache: jax.Array, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
+        _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = kv_cache.shape
+        self.flat = kv_cache.reshape(2 * self.num_blocks, self.num_kv_heads, self.block_size, self.head_size)
+        self.options = options
+        self.group = num_heads // self.num_kv_heads
+        self.blocks_per_tile = max(1, KV_TILE // self.block_size)
+        self.tile = self.blocks_per_tile * self.block_size
+        self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, self.group)
+
+    def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[..., C] physical blocks -> keys and values [..., C, K, block_size, D]."""
+        take = partial(self.flat.at[blocks].get, mode="promise_in_bounds")
+        return take(), self.flat.at[blocks + self.num_blocks].get(mode="promise_in_bounds")
+
+    def pad_tables(self, tables: jax.Array) -> jax.Array:
+        """Widen block tables to whole tiles with the dummy block."""
+        return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.blocks_per_tile)))
+
+    def first_tile(self, first_query: jax.Array) -> jax.Array:
+        """The first tile that a query at this position can see."""
+        if self.options.sliding_window is None:
+            return jnp.zeros((), jnp.int32)
+        return jnp.maximum(first_query - self.options.sliding_window + 1, 0) // self.tile
+
+    def cap(self, scores: jax.Array) -> jax.Array:
+        cap = self.options.soft_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def visible(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
+        """Which keys (positions) each query (position) sees."""
+        mask = keys <= queries
+        if self.options.sliding_window is not None:
+            mask &= keys > queries - self.options.sliding_window
+        return mask
+
+    def finish(self, top: jax.Array, total: jax.Array, acc: jax.Array, head_axes: tuple[int, ...]) -> jax.Array:
+        """Normalise; ``head_axes`` are the axes of ``total`` that hold K and G."""
+        if self.sinks is not None:
+            shape = [1] * total.ndim
+            for axis, size in zip(head_axes, self.sinks.shape):
+                shape[axis] = size
+            sink = self.sinks.reshape(shape)
+            new_top = jnp.maximum(top, sink)
+            rescale = jnp.exp(top - new_top)
+            total = total * rescale + jnp.exp(sink - new_top)
+            acc = acc * rescale[..., None]
+        return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+
+
+def _decode_rows(q: jax.Array, walk: _Walk, metadata: AttentionMetadata) -> jax.Array:
+    """q: [R, H, D], row r's query at index r -> [R, H, D]; zero for rows that do not decode."""
+    num_rows, num_heads, head_size = q.shape
+    decoding = jnp.arange(num_rows) < metadata.distribution[0]
+    lengths = jnp.where(decoding, metadata.seq_lens, 0)
+    order = jnp.argsort(-lengths)
+    rank = jnp.argsort(order)
+    tile_rows = min(ROW_TILE, num_rows)
+    pad = -num_rows % tile_rows
+    order = jnp.pad(order, (0, pad))
+    lengths = jnp.pad(lengths[order[:num_rows]], (0, pad))
+    tables = walk.pad_tables(metadata.block_tables[order])
+    qg = q.astype(jnp.float32)[order].reshape(-1, walk.num_kv_heads, walk.group, head_size) * walk.options.scale
+    num_tiles = (metadata.distribution[0] + tile_rows - 1) // tile_rows
+
+    def row_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        start = index * tile_rows
+        rows = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile_rows)
+        tile_out = _walk_rows(rows(qg), rows(lengths), rows(tables), walk)
+        return jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
+
+    out = jax.lax.fori_loop(0, num_tiles, row_tile, jnp.zeros_like(qg))
+    return out[rank].reshape(q.shape).astype(q.dtype)
+
+
+def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk) -> jax.Array:
+    """Online softmax of one query a row: q [r, K, G, D], lengths [r], tables [r, B] -> [r, K, G, D] float32."""
+    last = (lengths.max() + walk.tile - 1) // walk.tile
+    shortest = jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max).min()
+    first = walk.first_tile(shortest - 1)
+    queries = (lengths - 1)[:, None, None, None, None]
+
+    def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+        top, total, acc = carry
+        blocks = jax.lax.dynamic_slice_in_dim(tables, index * walk.blocks_per_tile, walk.blocks_per_tile, 1)
+        k, v = walk.gather(blocks)  # [r, C, K, block_size, D]
+        scores = walk.cap(jnp.einsum("rkgd,rckbd->rckgb", q, k.astype(jnp.float32)))
+        offsets = jnp.arange(walk.blocks_per_tile)[:, None] * walk.block_size + jnp.arange(walk.block_size)
+        keys = (index * walk.tile + offsets)[None, :, None, None, :]
+        mask = walk.visible(keys, queries)
+        scores = jnp.where(mask, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max((1, 4)))
+        weights = jnp.where(mask, jnp.exp(scores - new_top[:, None, :, :, None]), 0.0)
+        rescale = jnp.exp(top - new_top)
+        # Slots beyond a row's end were never written and may hold NaN; 0 * NaN is NaN.
+        v = jnp.where(keys.reshape(1, -1, 1, walk.block_size, 1) <= queries, v.astype(jnp.float32), 0.0)
+        added = jnp.einsum("rckgb,rckbd->rckgd", weights, v).sum(1)
+        return new_top, total * rescale + weights.sum((1, 4)), acc * rescale[..., None] + added
+
+    init = jnp.full(q.shape[:3], MASKED, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros_like(q)
+    top, total, acc = jax.lax.fori_loop(first, last, body, init)
+    return walk.finish(top, total, acc, (1, 2))
+
+
+def _query_tiles(q: jax.Array, out: jax.Array, walk: _Walk, metadata: AttentionMetadata) -> jax.Array:
+    """Rows with several queries: fill their part of ``out`` [T, H, D], tile by tile."""
+    num_tokens, num_heads, head_size = q.shape
+    tile_q = min(QUERY_TILE, num_tokens)
+    starts, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
+    row_ids = jnp.arange(starts.shape[0])
+    in_tiles = (row_ids >= metadata.distribution[0]) & (row_ids < metadata.distribution[2])
+    tiles_of_row = jnp.where(in_tiles, (ends - starts + tile_q - 1) // tile_q, 0)
+    tile_ends = jnp.cumsum(tiles_of_row)
+    tables = walk.pad_tables(metadata.block_tables)
+    # A tile may reach past its row's end: what it writes there is overwritten by the later rows' own tiles, and
+    # past the last row it falls on padding, which the final mask clears.
+    q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0)))
+    out = jnp.pad(out, ((0, tile_q), (0, 0), (0, 0)))
+
+    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(tile_ends, index, side="right")
+        start = starts[row] + (index - (tile_ends[row] - tiles_of_row[row])) * tile_q
+        first_position = metadata.seq_lens[row] - ends[row] + start
+        live = jnp.minimum(ends[row] - start, tile_q)
+        q_tile = jax.lax.dynamic_slice_in_dim(q, start, tile_q)
+        tile_out = _walk_queries(q_tile, first_position, live, tables[row], walk)
+        return jax.lax.dynamic_update_slice_in_dim(out, tile_out.astype(out.dtype), start, 0)
+
+    out = jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[:num_tokens]
+    return jnp.where((jnp.arange(num_tokens) < metadata.query_start_loc[-1])[:, None, None], out, 0)
+
+
+def _walk_queries(
+    q: jax.Array, first_position: jax.Array, live: jax.Array, table: jax.Array, walk: _Walk
+) -> jax.Array:
+    """Online softmax of one row's tile of queries: q [t, H, D], table [B] -> [t, H, D] float32."""
+    tile_q, num_heads, head_size = q.shape
+    grouped = q.astype(jnp.float32).reshape(tile_q, walk.num_kv_heads, walk.group, head_size)
+    grouped = jnp.moveaxis(grouped, 0, 2).reshape(walk.num_kv_heads, walk.group * tile_q, head_size)
+    grouped = grouped * walk.options.scale
+    queries = first_position + jnp.arange(tile_q)
+    end = first_position + live  # one past the last live query: no key at or after it exists
+    last = (end + walk.tile - 1) // walk.tile
+    first = walk.first_tile(first_position)
+
+    def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+        top, total, acc = carry
+        blocks = jax.lax.dynamic_slice_in_dim(table, index * walk.blocks_per_tile, walk.blocks_per_tile)
+        k, v = (jnp.moveaxis(x, 1, 0).reshape(walk.num_kv_heads, walk.tile, head_size) for x in walk.gather(blocks))
+        keys = index * walk.tile + jnp.arange(walk.tile)
+        scores = walk.cap(jnp.einsum("kqd,ksd->kqs", grouped, k.astype(jnp.float32)))
+        scores = scores.reshape(walk.num_kv_heads, walk.group, tile_q, walk.tile)
+        mask = walk.visible(keys[None], queries[:, None])
+        scores = jnp.where(mask, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+        rescale = jnp.exp(top - new_top)
+        v = jnp.where((keys < end)[:, None], v.astype(jnp.float32), 0.0)
+        flat = weights.reshape(walk.num_kv_heads, walk.group * tile_q, walk.tile)
+        added = jnp.einsum("kqs,ksd->kqd", flat, v).reshape(acc.shape)
+        return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
+
+    shape = (walk.num_kv_heads, walk.group, tile_q)
+    init = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size))
+    top, total, acc = jax.lax.fori_loop(first, last, body, init)
+    return jnp.moveaxis(walk.finish(top, total, acc, (0, 1)), 2, 0).reshape(q.shape)
