@@ -24,10 +24,11 @@ class Request:
     """
 
     __slots__ = (
-        "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "cache_salt", "finish_reason",
-        "first_scheduled_time", "max_tokens", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
-        "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "priority", "request_id", "sampling_params",
-        "seed", "status", "stop_reason", "stop_token_ids", "eos_token_ids",
+        "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "block_ids", "cache_salt",
+        "eos_token_ids", "finish_reason", "first_scheduled_time", "max_computed_tokens", "max_tokens", "needs_sync",
+        "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority", "request_id", "sampling_params",
+        "seed", "status", "stop_reason", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
@@ -43,6 +44,10 @@ class Request:
         self.num_prompt_tokens: int = len(core_request.prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens: int = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.max_computed_tokens: int = self.num_prompt_tokens + self.max_tokens - 1
+        """The last token allowed is sampled, but never computed."""
+        self.needs_sync: bool = any(len(ids) > 1 for ids in core_request.bad_words_token_ids)
+        """Whether the host must have read the last token before the next step."""
         self.eos_token_ids: frozenset[int] = frozenset(() if params.ignore_eos else core_request.eos_token_ids)
         self.stop_token_ids: frozenset[int] = self.eos_token_ids | frozenset(params.stop_token_ids or ())
         self.status: RequestStatus = RequestStatus.WAITING
@@ -51,11 +56,20 @@ class Request:
         self.num_cached_tokens: int = 0
         self.num_preemptions: int = 0
         self.num_sent_logprobs: int = 0
+        """Prompt positions whose log probabilities were sent (position 0 has none)."""
+        self.order: tuple[int, float, int] = (0, 0.0, 0)
+        """Set by the scheduler; of two requests the one with the smaller order goes first."""
         self.first_scheduled_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.block_hashes: list[bytes] = []
-        """Chained hashes of the full blocks of known tokens; kept by the KV cache manager."""
+        """Chained hashes of the full blocks of known tokens; this and the rest is kept by the KV cache manager."""
+        self.block_ids: list[list[int]] = []
+        """Block table of each KV cache group; empty while the request does not run."""
+        self.num_slots: int = 0
+        """Tokens that the blocks have room for."""
+        self.next_cache_at: int = 0
+        """When this many tokens are known, there may be another full block for the prefix cache."""
 
     @property
     def num_tokens(self) -> int:

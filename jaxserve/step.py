@@ -49,7 +49,12 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """A request already in the runner's batch: only what changed. ``new_block_ids``: one list per KV cache group."""
+    """A request already in the runner's batch that gets new blocks in this step. One that gets none is not listed.
+
+    ``new_block_ids``: one list per KV cache group, to be appended to the row's block table (all groups' tables are
+    equally long; block 0 stands where a group needs no block). ``num_computed_tokens``: tokens computed by earlier
+    steps. The runner keeps that number itself: after a step it grows by the row's ``num_scheduled_tokens``.
+    """
 
     request_id: str
     new_block_ids: list[list[int]]
@@ -62,7 +67,12 @@ class SchedulerOutput:
 
     ``num_scheduled_tokens`` is ordered: decoding rows (one token) first, then the rest, and this is the batch's row
     order. A request samples a token in this step when its scheduled tokens reach all its tokens
-    (``samples``). ``finished_request_ids`` and ``preempted_request_ids`` leave the runner's batch before this step.
+    (``samples``). ``finished_request_ids`` and ``preempted_request_ids`` leave the runner's batch before this step; an
+    id may be among them and among ``new_requests`` too. Only requests of the runner's batch are named. A step without
+    tokens holds nothing else either and need not be executed.
+
+    The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an earlier step
+    sampled and the host has not read: the device has it.
     """
 
     step_id: int

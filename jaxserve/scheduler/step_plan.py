@@ -1,0 +1,91 @@
+"""StepPlan: the rows of one step while it is put together, and what is kept of them until its tokens are read."""
+
+from __future__ import annotations
+
+from jaxserve.request import Request
+from jaxserve.step import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class StepPlan:
+    """Rows of one step, as requests: a request may have ended, and its id be in use again, when the step is read."""
+
+    __slots__ = (
+        "decode_rows", "grown", "new_requests", "num_tokens", "other_rows", "pending_hashes", "scoring_rows", "step_id",
+    )  # fmt: skip
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.decode_rows: list[Request] = []
+        """Rows of one token that sample."""
+        self.other_rows: list[tuple[Request, int, bool]] = []
+        """Request, its tokens in this step, whether it samples."""
+        self.scoring_rows: list[tuple[Request, int]] = []
+        """Requests whose prompt tokens are scored (prompt_logprobs), and the position where the step starts."""
+        self.new_requests: list[NewRequestData] = []
+        self.grown: list[CachedRequestData] = []
+        self.pending_hashes: set[bytes] = set()
+        """Blocks that this step fills: later steps may share them, this one may not."""
+        self.num_tokens = 0
+        """Tokens scheduled, once the rows are complete."""
+
+    def add(self, request: Request, num_tokens: int, samples: bool) -> None:
+        """Add a row and move the request's bookkeeping to where it will be after this step."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        if samples:
+            request.num_inflight_tokens += 1
+        if samples and num_tokens == 1:
+            self.decode_rows.append(request)
+        else:
+            self.other_rows.append((request, num_tokens, samples))
+        if request.sampling_params.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
+            self.scoring_rows.append((request, start))
+
+    def count_tokens(self) -> int:
+        """Tokens of the rows added so far."""
+        return len(self.decode_rows) + sum(row[1] for row in self.other_rows)
+
+    def sampling_rows(self) -> list[Request]:
+        """The requests that get a token from this step."""
+        if not self.other_rows:
+            return self.decode_rows
+        return self.decode_rows + [request for request, _, samples in self.other_rows if samples]
+
+    def all_rows(self) -> list[Request]:
+        """The requests of this step, in row order."""
+        return self.decode_rows + [row[0] for row in self.other_rows]
+
+    def to_output(self, finished_ids: list[str], preempted_ids: list[str]) -> SchedulerOutput:
+        """The message for the runner."""
+        num_scheduled = dict.fromkeys([request.request_id for request in self.decode_rows], 1)
+        samples = set(num_scheduled)
+        for request, num_tokens, row_samples in self.other_rows:
+            num_scheduled[request.request_id] = num_tokens
+            if row_samples:
+                samples.add(request.request_id)
+        return SchedulerOutput(
+            step_id=self.step_id,
+            new_requests=self.new_requests,
+            cached_requests=self.grown,
+            num_scheduled_tokens=num_scheduled,
+            samples=samples,
+            finished_request_ids=finished_ids,
+            preempted_request_ids=preempted_ids,
+            num_decode_rows=len(self.decode_rows),
+        )
+
+
+def new_request_data(request: Request, block_ids: list[list[int]]) -> NewRequestData:
+    """What the runner must know of a request that enters its batch."""
+    eos_token_ids = sorted(request.eos_token_ids)
+    return NewRequestData(
+        request_id=request.request_id,
+        token_ids=list(request.all_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling_params=request.sampling_params,
+        seed=request.seed,
+        stop_token_ids=eos_token_ids + sorted(request.stop_token_ids - request.eos_token_ids),
+        bad_words_token_ids=request.bad_words_token_ids,
+        block_ids=block_ids,
+        num_computed_tokens=request.num_computed_tokens,
+    )
