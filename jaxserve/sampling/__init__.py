@@ -1,1 +1,1 @@
-"""Sampling on the device."""
+"""Sampling on the device: metadata of a step, state between steps, processors, filters, the sampler, logprobs."""
