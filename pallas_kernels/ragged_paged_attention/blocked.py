@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
-ROW_TILE = 8
+ROW_TILE = 16
 QUERY_TILE = 64
 KV_TILE = 128
 """Keys walked in one step of a loop; a larger block is walked whole."""
@@ -57,7 +57,7 @@ class _Walk:
 
     def __init__(self, kv_cache: jax.Array, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
         _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = kv_cache.shape
-        self.flat = kv_cache.reshape(2 * self.num_blocks, self.num_kv_heads, self.block_size, self.head_size)
+        self.flat = kv_cache.reshape(2 * self.num_blocks * self.num_kv_heads, self.block_size, self.head_size)
         self.options = options
         self.group = num_heads // self.num_kv_heads
         self.blocks_per_tile = max(1, KV_TILE // self.block_size)
@@ -65,9 +65,14 @@ class _Walk:
         self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, self.group)
 
     def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[..., C] physical blocks -> keys and values [..., C, K, block_size, D]."""
-        take = partial(self.flat.at[blocks].get, mode="promise_in_bounds")
-        return take(), self.flat.at[blocks + self.num_blocks].get(mode="promise_in_bounds")
+        """[..., C] physical blocks -> keys and values [..., K, C * block_size, D], laid out as the products want."""
+        heads = jnp.arange(self.num_kv_heads)[:, None]
+        index = blocks[..., None, :] * self.num_kv_heads + heads  # [..., K, C]
+        shape = (*index.shape[:-1], self.tile, self.head_size)
+        k = self.flat.at[index].get(mode="promise_in_bounds").reshape(shape)
+        index += self.num_blocks * self.num_kv_heads
+        v = self.flat.at[index].get(mode="promise_in_bounds").reshape(shape)
+        return k.astype(jnp.float32), v.astype(jnp.float32)
 
     def pad_tables(self, tables: jax.Array) -> jax.Array:
         """Widen block tables to whole tiles with the dummy block."""
@@ -134,24 +139,22 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
     last = (lengths.max() + walk.tile - 1) // walk.tile
     shortest = jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max).min()
     first = walk.first_tile(shortest - 1)
-    queries = (lengths - 1)[:, None, None, None, None]
+    queries = (lengths - 1)[:, None]
 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(tables, index * walk.blocks_per_tile, walk.blocks_per_tile, 1)
-        k, v = walk.gather(blocks)  # [r, C, K, block_size, D]
-        scores = walk.cap(jnp.einsum("rkgd,rckbd->rckgb", q, k.astype(jnp.float32)))
-        offsets = jnp.arange(walk.blocks_per_tile)[:, None] * walk.block_size + jnp.arange(walk.block_size)
-        keys = (index * walk.tile + offsets)[None, :, None, None, :]
-        mask = walk.visible(keys, queries)
-        scores = jnp.where(mask, scores, MASKED)
-        new_top = jnp.maximum(top, scores.max((1, 4)))
-        weights = jnp.where(mask, jnp.exp(scores - new_top[:, None, :, :, None]), 0.0)
+        k, v = walk.gather(blocks)  # [r, K, tile, D]
+        keys = (index * walk.tile + jnp.arange(walk.tile))[None]
+        mask = walk.visible(keys, queries)[:, None, None]  # [r, 1, 1, tile]
+        scores = jnp.where(mask, walk.cap(jnp.einsum("rkgd,rksd->rkgs", q, k)), MASKED)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
         # Slots beyond a row's end were never written and may hold NaN; 0 * NaN is NaN.
-        v = jnp.where(keys.reshape(1, -1, 1, walk.block_size, 1) <= queries, v.astype(jnp.float32), 0.0)
-        added = jnp.einsum("rckgb,rckbd->rckgd", weights, v).sum(1)
-        return new_top, total * rescale + weights.sum((1, 4)), acc * rescale[..., None] + added
+        v = jnp.where((keys <= queries)[:, None, :, None], v, 0.0)
+        added = jnp.einsum("rkgs,rksd->rkgd", weights, v)
+        return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
     init = jnp.full(q.shape[:3], MASKED, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros_like(q)
     top, total, acc = jax.lax.fori_loop(first, last, body, init)
@@ -202,16 +205,16 @@ def _walk_queries(
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(table, index * walk.blocks_per_tile, walk.blocks_per_tile)
-        k, v = (jnp.moveaxis(x, 1, 0).reshape(walk.num_kv_heads, walk.tile, head_size) for x in walk.gather(blocks))
+        k, v = walk.gather(blocks)  # [K, tile, D]
         keys = index * walk.tile + jnp.arange(walk.tile)
-        scores = walk.cap(jnp.einsum("kqd,ksd->kqs", grouped, k.astype(jnp.float32)))
+        scores = walk.cap(jnp.einsum("kqd,ksd->kqs", grouped, k))
         scores = scores.reshape(walk.num_kv_heads, walk.group, tile_q, walk.tile)
         mask = walk.visible(keys[None], queries[:, None])
         scores = jnp.where(mask, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
-        v = jnp.where((keys < end)[:, None], v.astype(jnp.float32), 0.0)
+        v = jnp.where((keys < end)[:, None], v, 0.0)
         flat = weights.reshape(walk.num_kv_heads, walk.group * tile_q, walk.tile)
         added = jnp.einsum("kqs,ksd->kqd", flat, v).reshape(acc.shape)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
