@@ -44,5 +44,5 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each id (bytes still encoded); unknown ids give an empty string."""
+        """The vocabulary's own spelling of each id (bytes still encoded); unknown ids give an empty one."""
         ...
