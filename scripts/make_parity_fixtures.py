@@ -49,14 +49,18 @@ def make_prompts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[list[i
 
 
 @torch.no_grad()
-def greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+def greedy(
+    model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int
+) -> tuple[list[int], list[float]]:
     """Greedy tokens (end-of-sequence ignored) and, for each, how far its logit leads the runner-up's."""
     cache = transformers.DynamicCache(config=model.config)
     input_ids = torch.tensor([prompt])
     tokens: list[int] = []
     margins: list[float] = []
     for _ in range(num_tokens):
-        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+            0, -1
+        ]
         top = logits.topk(2)
         tokens.append(int(top.indices[0]))
         margins.append(round(float(top.values[0] - top.values[1]), 4))
@@ -74,7 +78,10 @@ def write_smollm2_greedy() -> None:
         case = {"prompt": prompt, "tokens": tokens, "margins": margins}
         lines.append(json.dumps(case, separators=(",", ":")))
         text = tokenizer.decode(tokens[:16])
-        print(f"{len(prompt):5} tokens, {time.monotonic() - started:5.1f} s, least margin {min(margins)}: {text!r}", flush=True)
+        print(
+            f"{len(prompt):5} tokens, {time.monotonic() - started:5.1f} s, least margin {min(margins)}: {text!r}",
+            flush=True,
+        )
     about = {
         "model": "SmolLM2-135M-Instruct Q4_1, dequantized to float32",
         "transformers": transformers.__version__,
@@ -86,7 +93,9 @@ def write_smollm2_greedy() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("smollm2",))
     FIXTURES.mkdir(parents=True, exist_ok=True)
     parser.parse_args()

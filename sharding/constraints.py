@@ -10,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from sharding.rules import DEFAULT_RULES, ShardingRules
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None], rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
+def named_sharding(
+    mesh: Mesh, axes: Sequence[str | None], rules: ShardingRules = DEFAULT_RULES
+) -> NamedSharding:
     """The sharding of an array whose dimensions carry these logical axes."""
     return NamedSharding(mesh, rules.partition_spec(axes))
 

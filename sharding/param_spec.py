@@ -35,14 +35,18 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
-            raise ValueError(f"axes {self.axes} do not name the {len(self.shape)} dimensions of shape {self.shape}")
+            raise ValueError(
+                f"axes {self.axes} do not name the {len(self.shape)} dimensions of shape {self.shape}"
+            )
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all shards together."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def abstract(self, mesh: Mesh | None = None, rules: ShardingRules = DEFAULT_RULES) -> jax.ShapeDtypeStruct:
+    def abstract(
+        self, mesh: Mesh | None = None, rules: ShardingRules = DEFAULT_RULES
+    ) -> jax.ShapeDtypeStruct:
         """Shape, dtype and, on a mesh, sharding: what ``jit(...).lower`` and the loader take."""
         sharding = None if mesh is None else named_sharding(mesh, self.axes, rules)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)

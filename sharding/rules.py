@@ -43,7 +43,9 @@ class ShardingRules:
             KeyError: for a name that is no logical axis.
         """
         if logical_axis not in LOGICAL_AXES:
-            raise KeyError(f"{logical_axis!r} is no logical axis; known are {', '.join(sorted(LOGICAL_AXES))}")
+            raise KeyError(
+                f"{logical_axis!r} is no logical axis; known are {', '.join(sorted(LOGICAL_AXES))}"
+            )
         return getattr(self, logical_axis)
 
     def partition_spec(self, axes: Sequence[str | None]) -> PartitionSpec:
@@ -55,7 +57,9 @@ class ShardingRules:
         mesh_axes = [None if axis is None else self.mesh_axis(axis) for axis in axes]
         used = [axis for axis in mesh_axes if axis is not None]
         if len(set(used)) != len(used):
-            raise ValueError(f"logical axes {tuple(axes)} map to mesh axes {tuple(mesh_axes)}: one is used twice")
+            raise ValueError(
+                f"logical axes {tuple(axes)} map to mesh axes {tuple(mesh_axes)}: one is used twice"
+            )
         return PartitionSpec(*mesh_axes)
 
 

@@ -1,1 +1,1 @@
-"""Finding and reading checkpoints."""
+"""Finding a checkpoint, reading its tensors, and loading them as sharded arrays. ``resolve`` needs no JAX."""

@@ -1,0 +1,241 @@
+"""What the dense Llama-like families share: reading their config.json, and where their checkpoint tensors go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import UnsupportedModelError
+from jaxserve.layers.decoder import Decoder, DecoderConfig
+from jaxserve.layers.embedding import padded_vocab_size
+from jaxserve.layers.params import LayerContext
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.weights.weight_map import WeightSource
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def decoder_config(
+    config: Mapping[str, Any],
+    *,
+    sliding_windows: tuple[int | None, ...] | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    head_size: int | None = None,
+) -> DecoderConfig:
+    """Map the keys that all these families spell alike; the rest are the family's differences.
+
+    Raises:
+        UnsupportedModelError: a key that is missing, malformed, or asks for something not implemented.
+    """
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
+    num_layers = positive(config, "num_hidden_layers")
+    num_heads = positive(config, "num_attention_heads")
+    num_kv_heads = positive(config, "num_key_value_heads", num_heads)
+    hidden_size = positive(config, "hidden_size")
+    if num_heads % num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
+        )
+    return DecoderConfig(
+        vocab_size=positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        ffn_size=positive(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=positive(config, "head_dim", head_size or hidden_size // num_heads),
+        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        rope=RopeConfig.from_hf(config),
+        max_position_embeddings=positive(config, "max_position_embeddings"),
+        sliding_windows=sliding_windows or (None,) * num_layers,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of the config; null counts as absent.
+
+    Raises:
+        UnsupportedModelError: when it is absent without a default, or is no positive integer.
+    """
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise UnsupportedModelError(f"config.json has no {key!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"config.json's {key!r} must be a positive integer, got {value!r}.")
+    return value
+
+
+def layerwise_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's windows: with ``use_sliding_window``, the layers that ``layer_types`` names, or else those from
+    ``max_window_layers`` on."""
+    num_layers = positive(config, "num_hidden_layers")
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    window = positive(config, "sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", num_layers)
+        kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
+    unknown = [kind for kind in kinds if kind not in LAYER_TYPES]
+    if unknown or len(kinds) != num_layers:
+        raise UnsupportedModelError(f"layer_types {list(kinds)!r} must name {num_layers} of {LAYER_TYPES}.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class DenseCausalLM(Decoder):
+    """The shared decoder as a CausalLM whose tensors carry the names that all these families use."""
+
+    def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+
+    def weight_map(self) -> list[WeightSource]:
+        """Every tensor of the checkpoint, by Hugging Face name."""
+        return weight_map(self.config, self.num_kv_heads, self.context.tensor_parallel_size)
+
+
+def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size: int) -> list[WeightSource]:
+    """Where each tensor goes. ``stored_kv_heads``: KV heads after replication."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    rows = padded_vocab_size(vocab, tensor_parallel_size)
+    sources = [
+        WeightSource(
+            "model.embed_tokens.weight", (vocab, hidden), "embedding", (rows, hidden), (slice(0, vocab),)
+        ),
+        WeightSource("model.norm.weight", (hidden,), "final_norm", (hidden,)),
+    ]
+    if not config.tie_word_embeddings:
+        sources.append(
+            WeightSource(
+                "lm_head.weight",
+                (vocab, hidden),
+                "lm_head",
+                (hidden, rows),
+                (..., slice(0, vocab)),
+                order=(1, 0),
+            )
+        )
+    for layer in range(config.num_layers):
+        sources += _attention_sources(config, stored_kv_heads, layer)
+        sources += _mlp_sources(config, layer)
+    return sources
+
+
+def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) -> list[WeightSource]:
+    """q, k and v of a layer into the fused form, and the output product.
+
+    A replicated KV head is written ``copies`` times; its query heads are dealt out over the copies in order.
+    """
+    hidden, heads, kv_heads, size = (
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size,
+    )
+    copies, group = stored_kv_heads // kv_heads, heads // stored_kv_heads
+    name, target = f"model.layers.{layer}.self_attn", f"layers.{layer}.attention"
+    fused = (hidden, kv_heads, copies, group + 2, size)
+    fused_bias = (config.num_layers, kv_heads, copies, group + 2, size)
+    sources: list[WeightSource] = []
+    for part, slot in (
+        ("q", slice(0, group)),
+        ("k", slice(group, group + 1)),
+        ("v", slice(group + 1, group + 2)),
+    ):
+        shared, queries = (copies, group) if part == "q" else (1, 1)
+        outputs = kv_heads * shared * queries * size
+        split = (kv_heads, shared, queries, size)
+        sources.append(
+            WeightSource(
+                f"{name}.{part}_proj.weight",
+                (outputs, hidden),
+                f"{target}.qkv",
+                fused,
+                (..., slot, slice(None)),
+                split=(*split, hidden),
+                order=(4, 0, 1, 2, 3),
+            )  # fmt: skip
+        )
+        if config.qkv_bias:
+            sources.append(
+                WeightSource(
+                    f"{name}.{part}_proj.bias",
+                    (outputs,),
+                    "biases.qkv",
+                    fused_bias,
+                    (layer, ..., slot, slice(None)),
+                    split=split,
+                )  # fmt: skip
+            )
+        if config.qk_norm and part != "v":
+            sources.append(
+                WeightSource(
+                    f"{name}.{part}_norm.weight",
+                    (size,),
+                    "qk_norm",
+                    (config.num_layers, group + 1, size),
+                    (layer, slot),
+                )  # fmt: skip
+            )
+    sources.append(
+        WeightSource(
+            f"{name}.o_proj.weight",
+            (hidden, heads * size),
+            f"{target}.out",
+            (heads * size, hidden),
+            order=(1, 0),
+        )
+    )
+    if config.out_bias:
+        sources.append(_stacked(f"{name}.o_proj.bias", "biases.out", config.num_layers, layer, (hidden,)))
+    return sources
+
+
+def _mlp_sources(config: DecoderConfig, layer: int) -> list[WeightSource]:
+    """The feed-forward of a layer, and the layer's two norms."""
+    hidden, ffn, layers = config.hidden_size, config.ffn_size, config.num_layers
+    name, target = f"model.layers.{layer}", f"layers.{layer}.mlp"
+    sources = [
+        _stacked(f"{name}.input_layernorm.weight", "input_norm", layers, layer, (hidden,)),
+        _stacked(f"{name}.post_attention_layernorm.weight", "mlp_norm", layers, layer, (hidden,)),
+        WeightSource(
+            f"{name}.mlp.down_proj.weight", (hidden, ffn), f"{target}.down", (ffn, hidden), order=(1, 0)
+        ),
+    ]
+    for slot, part in enumerate(("gate", "up")):
+        sources.append(
+            WeightSource(
+                f"{name}.mlp.{part}_proj.weight",
+                (ffn, hidden),
+                f"{target}.gate_up",
+                (hidden, 2, ffn),
+                (slice(None), slot),
+                order=(1, 0),
+            )  # fmt: skip
+        )
+        if config.mlp_bias:
+            sources.append(
+                WeightSource(
+                    f"{name}.mlp.{part}_proj.bias", (ffn,), "biases.gate_up", (layers, 2, ffn), (layer, slot)
+                )
+            )
+    if config.mlp_bias:
+        sources.append(_stacked(f"{name}.mlp.down_proj.bias", "biases.down", layers, layer, (hidden,)))
+    return sources
+
+
+def _stacked(name: str, target: str, layers: int, layer: int, shape: tuple[int, ...]) -> WeightSource:
+    """A vector of one layer into its row of the stacked array."""
+    return WeightSource(name, shape, target, (layers, *shape), (layer,))

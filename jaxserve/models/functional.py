@@ -1,0 +1,132 @@
+"""The split-once form of a model: ParamSpecs by name, and pure functions over a flat dict of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.kv_cache_spec import KVCacheSpec
+from jaxserve.layers.params import LayerContext
+from jaxserve.models.interface import CausalLM
+from jaxserve.models.registry import find_family
+from jaxserve.weights.weight_map import WeightSource
+from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata
+from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
+
+Params = dict[str, jax.Array]
+"""Parameter name (``layers.0.attention.qkv``) to array: flat, so that dispatch walks few nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model without its weights.
+
+    Args:
+        specs: every parameter, in the order of the params dict.
+        weight_map: where each checkpoint tensor goes.
+        vocab_size: V, width of the logits.
+        max_position_embeddings: longest context the model was made for.
+    """
+
+    specs: dict[str, ParamSpec]
+    weight_map: tuple[WeightSource, ...]
+    vocab_size: int
+    max_position_embeddings: int
+    _module: CausalLM = field(repr=False)
+    _graphdef: Any = field(repr=False)
+    _treedef: Any = field(repr=False)
+    _rules: ShardingRules = field(repr=False)
+
+    def abstract_params(self, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and, on a mesh, shardings of the params."""
+        return {name: spec.abstract(mesh, self._rules) for name, spec in self.specs.items()}
+
+    def param_bytes(self) -> int:
+        """Bytes of all parameters over all devices."""
+        return sum(spec.size_bytes for spec in self.specs.values())
+
+    def kv_cache_specs(self, dtype: str | None = None) -> list[KVCacheSpec]:
+        """What each layer caches; ``dtype`` names the cache's element type, the compute type by default."""
+        return self._module.kv_cache_specs(dtype)
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: list[jax.Array],
+        metadata: AttentionMetadata,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """``CausalLM.__call__`` as a pure function: ([T, M] hidden states, the updated caches)."""
+        return self._bind(params)(token_ids, positions, kv_caches, metadata)
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """``CausalLM.logits`` as a pure function: [R, M] to [R, V] float32."""
+        return self._bind(params).logits(hidden)
+
+    def _bind(self, params: Params) -> CausalLM:
+        leaves = [params[name] for name in self.specs]
+        return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
+
+
+def build(
+    config: Mapping[str, Any],
+    backend: AttentionBackend,
+    dtype: Any = jnp.bfloat16,
+    tensor_parallel_size: int = 1,
+    *,
+    mesh: Mesh | None = None,
+    rules: ShardingRules = DEFAULT_RULES,
+) -> Model:
+    """Build a model from its config.json: no array is made.
+
+    Args:
+        config: HF-style config (``resolve_model(...).config``).
+        backend: attention backend, static in the compiled step.
+        dtype: compute type of weights and activations.
+        tensor_parallel_size: devices over which layers are split.
+        mesh: where the step will run; lets the model pin the sharding of intermediates. Needed when
+            ``tensor_parallel_size`` > 1.
+        rules: logical to mesh axes.
+
+    Raises:
+        UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
+        ConfigError: a tensor-parallel size that the model's heads or sizes do not allow.
+    """
+    if tensor_parallel_size > 1 and (mesh is None or mesh.shape["model"] != tensor_parallel_size):
+        found = "no mesh" if mesh is None else f"a mesh of {mesh.shape['model']}"
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} needs a mesh of that size, got {found}.",
+            param="tensor_parallel_size",
+        )
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed")
+        raise UnsupportedModelError(f"quantized checkpoints (quant_method {method!r}) are not supported.")
+    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules)
+    module = find_family(config).create(config, context)
+    graphdef, state = nnx.split(module)
+    variables, treedef = jax.tree.flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    specs = {_name(path): variable.get_metadata()["spec"] for path, variable in variables}
+    leaves_treedef = jax.tree.structure(state)
+    assert leaves_treedef.num_leaves == len(specs) == treedef.num_leaves
+    return Model(
+        specs, tuple(module.weight_map()), module.vocab_size, module.max_position_embeddings,
+        module, graphdef, leaves_treedef, rules,
+    )  # fmt: skip
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """``layers.0.attention.qkv`` from a tree path; a module's only parameter goes by the module's name."""
+    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    return ".".join(parts).removesuffix(".weight")

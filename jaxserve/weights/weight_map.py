@@ -1,0 +1,45 @@
+"""WeightSource: one checkpoint tensor and its place in a parameter. A family's list of them is all a loader needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import EllipsisType
+
+import numpy as np
+
+Index = tuple[int | slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """``target.reshape(view)[index] = tensor.reshape(split).transpose(order)``, broadcast like numpy does.
+
+    Args:
+        name: the tensor's Hugging Face name (GGUF names are translated first).
+        shape: its shape in the checkpoint.
+        target: the parameter it is (a part of).
+        view: how the parameter's elements are seen for the assignment.
+        index: the part of that view it fills.
+        split: how the tensor's own dimensions are split first; default: not.
+        order: the permutation of the split tensor's dimensions; default: none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target: str
+    view: tuple[int, ...]
+    index: Index = (...,)
+    split: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.split is not None and math.prod(self.split) != math.prod(self.shape):
+            raise ValueError(f"{self.name}: split {self.split} does not hold shape {self.shape}")
+
+    def place(self, target: np.ndarray, tensor: np.ndarray) -> None:
+        """Write ``tensor`` into ``target``, which is contiguous and has the parameter's shape and dtype."""
+        value = tensor if self.split is None else tensor.reshape(self.split)
+        if self.order is not None:
+            value = value.transpose(self.order)
+        target.reshape(self.view)[self.index] = value
