@@ -1,0 +1,97 @@
+"""Running a model's pure functions over one sequence, in chunks, with a paged cache: what the runner does, in small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models import Model
+from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.reference import kv_cache_update
+from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
+
+BLOCK_SIZE = 8
+
+
+class OracleBackend:
+    """The float32 oracles as an attention backend."""
+
+    name = "oracle"
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (2, num_blocks, num_kv_heads, block_size, head_size)
+
+    def kv_head_axis(self) -> int:
+        return 2
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        kv_cache = kv_cache_update(kv_cache, k, v, metadata.slot_mapping)
+        out = ragged_paged_attention(
+            q,
+            kv_cache,
+            metadata,
+            scale=options.scale,
+            sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
+            sinks=sinks,
+        )
+        return out, kv_cache
+
+
+def one_row_metadata(start: int, num_tokens: int, num_blocks: int) -> AttentionMetadata:
+    """The batch of one row's tokens ``start`` to ``start + num_tokens``, in blocks 1, 2, …"""
+    positions = np.arange(start, start + num_tokens)
+    decodes = int(num_tokens == 1)
+
+    def array(values: object) -> jax.Array:
+        return jnp.asarray(values, jnp.int32)
+
+    return AttentionMetadata(
+        seq_lens=array([start + num_tokens]),
+        block_tables=array([np.arange(1, num_blocks + 1)]),
+        query_start_loc=array([0, num_tokens]),
+        distribution=array([decodes, decodes, 1]),
+        slot_mapping=array((positions // BLOCK_SIZE + 1) * BLOCK_SIZE + positions % BLOCK_SIZE),
+        positions=array(positions),
+        row_ids=array(np.zeros(num_tokens)),
+    )
+
+
+def sequence_logits(
+    model: Model, params: dict[str, jax.Array], token_ids: Sequence[int], chunks: Sequence[int], cache_dtype: object
+) -> np.ndarray:
+    """Logits [len(token_ids), V] of one sequence that is computed in chunks of these lengths."""
+    assert sum(chunks) == len(token_ids)
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    backend = OracleBackend()
+    caches = [
+        jnp.full(
+            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size), jnp.nan, cache_dtype
+        )
+        for spec in model.kv_cache_specs()
+    ]
+
+    @jax.jit
+    def step(params, tokens, caches, metadata):
+        hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
+        return model.logits(params, hidden), caches
+
+    start, parts = 0, []
+    for length in chunks:
+        tokens = jnp.asarray(token_ids[start : start + length], jnp.int32)
+        logits, caches = step(params, tokens, caches, one_row_metadata(start, length, num_blocks))
+        parts.append(np.asarray(logits))
+        start += length
+    return np.concatenate(parts)
