@@ -18,17 +18,17 @@ class RequestStatus(enum.Enum):
 class Request:
     """One sequence.
 
-    The central pair is ``num_computed_tokens`` chasing ``num_tokens`` (prompt + output). ``num_inflight_tokens``
-    counts tokens that a dispatched step will sample but that the host has not read yet: they count as tokens to
-    compute (``num_tokens_with_inflight``), their ids live on the device.
+    The central pair is ``num_computed_tokens`` chasing ``num_tokens`` (prompt + output).
+    ``num_inflight_tokens`` counts tokens that a dispatched step will sample but that the host has not read
+    yet: they count as tokens to compute (``num_tokens_with_inflight``), their ids live on the device.
     """
 
     __slots__ = (
         "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "block_ids", "cache_salt",
-        "eos_token_ids", "finish_reason", "first_scheduled_time", "max_computed_tokens", "max_tokens", "needs_sync",
-        "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens", "num_preemptions",
-        "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority", "request_id", "sampling_params",
-        "seed", "status", "stop_reason", "stop_token_ids",
+        "eos_token_ids", "finish_reason", "first_scheduled_time", "max_computed_tokens", "max_tokens",
+        "needs_sync", "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority",
+        "request_id", "sampling_params", "seed", "status", "stop_reason", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
@@ -48,7 +48,8 @@ class Request:
         """The last token allowed is sampled, but never computed."""
         self.needs_sync: bool = any(len(ids) > 1 for ids in core_request.bad_words_token_ids)
         """Whether the host must have read the last token before the next step."""
-        self.eos_token_ids: frozenset[int] = frozenset(() if params.ignore_eos else core_request.eos_token_ids)
+        eos_token_ids = () if params.ignore_eos else core_request.eos_token_ids
+        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
         self.stop_token_ids: frozenset[int] = self.eos_token_ids | frozenset(params.stop_token_ids or ())
         self.status: RequestStatus = RequestStatus.WAITING
         self.num_computed_tokens: int = 0
@@ -63,7 +64,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.block_hashes: list[bytes] = []
-        """Chained hashes of the full blocks of known tokens; this and the rest is kept by the KV cache manager."""
+        """Chained hashes of the full blocks of known tokens; this and the rest is kept by the KV cache
+        manager."""
         self.block_ids: list[list[int]] = []
         """Block table of each KV cache group; empty while the request does not run."""
         self.num_slots: int = 0

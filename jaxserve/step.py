@@ -1,4 +1,5 @@
-"""All that crosses between the scheduler (host) and the runner (device side) for one step, and the wire's messages.
+"""All that crosses between the scheduler (host) and the runner (device side) for one step, and the wire's
+messages.
 
 No JAX here: the scheduler, the engine core and the server are tested without it.
 """
@@ -24,15 +25,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-# --- scheduler -> runner ---------------------------------------------------------------------------------------
+# --- scheduler -> runner ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that enters the runner's batch: new, or resumed after preemption (then its row starts afresh).
+    """A request that enters the runner's batch: new, or resumed after preemption (then its row starts
+    afresh).
 
-    ``token_ids`` are all tokens known to the host, prompt and output; ``num_prompt_tokens`` says where the output
-    begins. ``block_ids`` holds one list per KV cache group. ``seed`` is always set: the user's or one drawn for it.
+    ``token_ids`` are all tokens known to the host, prompt and output; ``num_prompt_tokens`` says where the
+    output begins. ``block_ids`` holds one list per KV cache group. ``seed`` is always set: the user's or one
+    drawn for it.
     """
 
     request_id: str
@@ -49,11 +52,13 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """A request already in the runner's batch that gets new blocks in this step. One that gets none is not listed.
+    """A request already in the runner's batch that gets new blocks in this step. One that gets none is not
+    listed.
 
-    ``new_block_ids``: one list per KV cache group, to be appended to the row's block table (all groups' tables are
-    equally long; block 0 stands where a group needs no block). ``num_computed_tokens``: tokens computed by earlier
-    steps. The runner keeps that number itself: after a step it grows by the row's ``num_scheduled_tokens``.
+    ``new_block_ids``: one list per KV cache group, to be appended to the row's block table (all groups'
+    tables are equally long; block 0 stands where a group needs no block). ``num_computed_tokens``: tokens
+    computed by earlier steps. The runner keeps that number itself: after a step it grows by the row's
+    ``num_scheduled_tokens``.
     """
 
     request_id: str
@@ -65,14 +70,14 @@ class CachedRequestData:
 class SchedulerOutput:
     """One step's work.
 
-    ``num_scheduled_tokens`` is ordered: decoding rows (one token) first, then the rest, and this is the batch's row
-    order. A request samples a token in this step when its scheduled tokens reach all its tokens
-    (``samples``). ``finished_request_ids`` and ``preempted_request_ids`` leave the runner's batch before this step; an
-    id may be among them and among ``new_requests`` too. Only requests of the runner's batch are named. A step without
-    tokens holds nothing else either and need not be executed.
+    ``num_scheduled_tokens`` is ordered: decoding rows (one token) first, then the rest, and this is the
+    batch's row order. A request samples a token in this step when its scheduled tokens reach all its tokens
+    (``samples``). ``finished_request_ids`` and ``preempted_request_ids`` leave the runner's batch before this
+    step; an id may be among them and among ``new_requests`` too. Only requests of the runner's batch are
+    named. A step without tokens holds nothing else either and need not be executed.
 
-    The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an earlier step
-    sampled and the host has not read: the device has it.
+    The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an
+    earlier step sampled and the host has not read: the device has it.
     """
 
     step_id: int
@@ -89,7 +94,7 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
 
-# --- runner -> scheduler ---------------------------------------------------------------------------------------
+# --- runner -> scheduler ------------------------------------------------------------------------------------
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -105,7 +110,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What one step produced, per request. ``failed`` names requests whose part of the step failed, with the reason."""
+    """What one step produced, per request. ``failed`` names requests whose part of the step failed, with the
+    reason."""
 
     step_id: int
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -156,13 +162,14 @@ class RunnerInfo:
     device: str
 
 
-# --- server <-> engine core (msgpack) --------------------------------------------------------------------------
+# --- server <-> engine core (msgpack) -----------------------------------------------------------------------
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True):
     """One request as the engine core takes it: already tokenized and validated, n = 1.
 
-    ``arrival_time`` is ``time.monotonic()`` of the front process on the same host. Lower ``priority`` runs first.
+    ``arrival_time`` is ``time.monotonic()`` of the front process on the same host. Lower ``priority`` runs
+    first.
     """
 
     request_id: str

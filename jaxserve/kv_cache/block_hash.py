@@ -1,8 +1,8 @@
 """Chained block hashes: the hash of a block stands for its own tokens and for everything before them.
 
-Two blocks have equal hashes only if their whole prefixes are equal: the same root (cache salt and whatever else
-changes the keys and values of equal tokens) and the same tokens. SHA-256 makes a collision, by chance or by design,
-practically impossible; a collision would show one user another's text.
+Two blocks have equal hashes only if their whole prefixes are equal: the same root (cache salt and whatever
+else changes the keys and values of equal tokens) and the same tokens. SHA-256 makes a collision, by chance or
+by design, practically impossible; a collision would show one user another's text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def root_hash(extra_keys: Sequence[str | None]) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of a full block of ``token_ids`` (int32) after the block, or root, that hashed to ``parent``."""
+    """The hash of a full block of ``token_ids`` (int32) after the block, or root, that hashed to
+    ``parent``."""
     return hashlib.sha256(parent + _packer(len(token_ids)).pack(*token_ids)).digest()
 
 
 def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
-    """Hash those full blocks of the request's known tokens that are not hashed yet; returns all its hashes."""
+    """Hash those full blocks of the request's known tokens that are not hashed yet; returns all its
+    hashes."""
     hashes = request.block_hashes
     tokens = request.all_token_ids
     num_full = len(tokens) // block_size

@@ -1,7 +1,9 @@
-"""BlockPool: who holds each physical block of the KV cache, which are free, and which can be found by their content.
+"""BlockPool: who holds each physical block of the KV cache, which are free, and which can be found by their
+content.
 
-Invariant: a block is on the free list exactly when nobody references it. A free block may still carry the key of the
-content it holds; it can be found and taken back until the block is handed out again, which is the only eviction.
+Invariant: a block is on the free list exactly when nobody references it. A free block may still carry the key
+of the content it holds; it can be found and taken back until the block is handed out again, which is the only
+eviction.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ DUMMY_BLOCK = 0
 class BlockPool:
     """A fixed set of blocks, addressed by number; every operation takes constant time per block.
 
-    The free list is a circular doubly linked list threaded through two arrays, least recently used first. Blocks
-    without a key hold nothing that could be reused, so they return to its head; the others to its tail.
+    The free list is a circular doubly linked list threaded through two arrays, least recently used first.
+    Blocks without a key hold nothing that could be reused, so they return to its head; the others to its
+    tail.
 
     Args:
         num_blocks: blocks in the cache, the dummy block 0 included.
@@ -52,7 +55,8 @@ class BlockPool:
         return len(self._by_key)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks with one reference each, least recently used first; their old content is forgotten.
+        """Hand out ``count`` blocks with one reference each, least recently used first; their old content is
+        forgotten.
 
         Raises:
             RuntimeError: if fewer are free; callers ask ``num_free`` first.
@@ -76,7 +80,8 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block (dummies are skipped), taking it off the free list if it was there."""
+        """Add a reference to each block (dummies are skipped), taking it off the free list if it was
+        there."""
         for block in blocks:
             if block == DUMMY_BLOCK:
                 continue
@@ -86,7 +91,8 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop a reference to each block (dummies are skipped). Give them in the order in which to evict them."""
+        """Drop a reference to each block (dummies are skipped). Give them in the order in which to evict
+        them."""
         for block in blocks:
             if block == DUMMY_BLOCK:
                 continue
@@ -107,7 +113,8 @@ class BlockPool:
         return self.ref_counts[block] == 0
 
     def cache(self, block: int, key: bytes) -> None:
-        """Make a referenced block findable. If another block holds the same content already, that one stays."""
+        """Make a referenced block findable. If another block holds the same content already, that one
+        stays."""
         if key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key

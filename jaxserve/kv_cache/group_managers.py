@@ -1,7 +1,8 @@
-"""Group managers: what one group of layers keeps of a sequence, hence which blocks it needs, frees and finds again.
+"""Group managers: what one group of layers keeps of a sequence, hence which blocks it needs, frees and finds
+again.
 
-A block table has one entry per ``block_size`` tokens, whatever the group; where a group keeps nothing, the entry is
-the dummy block. All groups' tables of a request are therefore equally long.
+A block table has one entry per ``block_size`` tokens, whatever the group; where a group keeps nothing, the
+entry is the dummy block. All groups' tables of a request are therefore equally long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class FullAttentionManager:
         return block_hash + self._key_suffix
 
     def find_hit(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The block table of the longest cached prefix, of at most ``limit`` blocks; no reference is taken."""
+        """The block table of the longest cached prefix, of at most ``limit`` blocks; no reference is
+        taken."""
         find, suffix = self.pool.find, self._key_suffix
         table: list[int] = []
         for index in range(limit):
@@ -42,10 +44,12 @@ class FullAttentionManager:
         return table
 
     def free_unseen(self, table: list[int], num_computed_tokens: int) -> None:
-        """Free the blocks that no query at ``num_computed_tokens`` or later sees, leaving the dummy in the table."""
+        """Free the blocks that no query at ``num_computed_tokens`` or later sees, leaving the dummy in the
+        table."""
 
     def num_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Blocks that a request of ``num_tokens`` holds at most, when a step adds ``max_step_tokens`` at most."""
+        """Blocks that a request of ``num_tokens`` holds at most, when a step adds ``max_step_tokens`` at
+        most."""
         return -(-num_tokens // self.block_size)
 
 
@@ -62,8 +66,8 @@ class SlidingWindowManager(FullAttentionManager):
     def find_hit(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """Only the blocks that the first new query sees need be there; the entries before them are dummies.
 
-        Searched from the right: a run of cached blocks that covers the window, or reaches the start, is a hit that
-        ends where the run ends.
+        Searched from the right: a run of cached blocks that covers the window, or reaches the start, is a hit
+        that ends where the run ends.
         """
         needed = -(-(self.window - 1) // self.block_size)
         find, suffix = self.pool.find, self._key_suffix

@@ -1,9 +1,9 @@
 """KVCacheManager: the blocks of every request, and the prefixes that requests share.
 
-A request's state lives on the Request (``block_ids``, ``num_slots``, ``block_hashes``, ``next_cache_at``), so that
-asking whether it needs a block is one comparison. Only blocks that are full, whose tokens the host knows and whose
-keys and values a dispatched step writes are made findable: device steps run in order, so whoever finds such a block
-reads it after it was written.
+A request's state lives on the Request (``block_ids``, ``num_slots``, ``block_hashes``, ``next_cache_at``), so
+that asking whether it needs a block is one comparison. Only blocks that are full, whose tokens the host knows
+and whose keys and values a dispatched step writes are made findable: device steps run in order, so whoever
+finds such a block reads it after it was written.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class KVCacheManager:
     ) -> None:
         if num_blocks <= len(groups):
             raise ConfigError(
-                f"The KV cache has {num_blocks} blocks, one of them a dummy: too few for {len(groups)} groups of "
-                "layers. Give it more memory.",
+                f"The KV cache has {num_blocks} blocks, one of them a dummy: too few for {len(groups)} groups "
+                "of layers. Give it more memory.",
                 param="kv_cache_memory_bytes",
             )
         self.pool = BlockPool(num_blocks)
@@ -73,14 +73,19 @@ class KVCacheManager:
         self._managers = [
             make_group_manager(group, self.pool, i, block_size) for i, group in enumerate(groups)
         ]
-        self._no_hit = PrefixHit([[] for _ in groups], 0)
+        self.no_hit = PrefixHit([[] for _ in groups], 0)
+        """Where a request starts that does not read the prefix cache."""
 
     @property
     def usage(self) -> float:
         """Share of the blocks in use, 0 to 1."""
         return self.pool.usage
 
-    # --- what fits -------------------------------------------------------------------------------------------
+    def describe(self) -> str:
+        """Its size, for messages."""
+        return f"the KV cache ({self.pool.num_blocks - 1} blocks of {self.block_size} tokens)"
+
+    # --- what fits ------------------------------------------------------------------------------------------
 
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a request of ``num_tokens`` could be held if no other ran, however small its steps."""
@@ -105,7 +110,7 @@ class KVCacheManager:
         ref_counts = self.pool.ref_counts
         return sum(b != DUMMY_BLOCK and ref_counts[b] == 0 for table in hit.block_ids for b in table)
 
-    # --- the prefix cache ------------------------------------------------------------------------------------
+    # --- the prefix cache -----------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest cached prefix on which all groups agree; nothing is reserved.
@@ -113,7 +118,7 @@ class KVCacheManager:
         It never covers the last token: that one is recomputed, for its logits.
         """
         if not self.enable_prefix_caching:
-            return self._no_hit
+            return self.no_hit
         hashes = extend_block_hashes(request, self.block_size)
         num_blocks = (request.num_tokens - 1) // self.block_size
         while True:
@@ -123,17 +128,9 @@ class KVCacheManager:
                 return PrefixHit(tables, agreed * self.block_size)
             num_blocks = agreed
 
-    def no_hit(self) -> PrefixHit:
-        """What a request gets that may not read the prefix cache."""
-        return self._no_hit
-
-    def pending_hashes(self, request: Request, num_new_tokens: int) -> list[bytes]:
-        """Hashes of the blocks that the next ``num_new_tokens`` of the request fill, as far as they are known."""
-        first = request.num_computed_tokens // self.block_size
-        return request.block_hashes[first : (request.num_computed_tokens + num_new_tokens) // self.block_size]
-
     def cache_blocks(self, request: Request) -> None:
-        """Make the request's blocks findable that are full, known to the host and written by a dispatched step."""
+        """Make the request's blocks findable that are full, known to the host and written by a dispatched
+        step."""
         block_size = self.block_size
         num_full = min(len(request.all_token_ids), request.num_computed_tokens) // block_size
         first = request.next_cache_at // block_size - 1
@@ -154,12 +151,13 @@ class KVCacheManager:
         request.next_cache_at = NEVER
 
     def reset_prefix_cache(self, running: Iterable[Request]) -> None:
-        """Forget all cached content. ``running`` requests keep their blocks, but these are never shared any more."""
+        """Forget all cached content. ``running`` requests keep their blocks, but these are never shared any
+        more."""
         self.pool.reset_cache()
         for request in running:
             request.next_cache_at = NEVER
 
-    # --- blocks of a request ---------------------------------------------------------------------------------
+    # --- blocks of a request --------------------------------------------------------------------------------
 
     def allocate_slots(
         self,
@@ -172,15 +170,14 @@ class KVCacheManager:
         """Give the request slots for its next ``num_new_tokens`` after ``num_computed_tokens``.
 
         Args:
-            request: running (``hit`` is None), or about to start from ``hit``.
-            num_new_tokens: tokens that the step will compute.
-            hit: the cached prefix it starts from; the request's tables must be empty.
-            num_reserved_blocks: blocks that must be free beside those that the whole request needs, so that the
-                running ones can grow.
+            request: running (``hit`` is None), or about to start from ``hit``. num_new_tokens: tokens that
+                the step will compute. hit: the cached prefix it starts from; the request's tables must be
+                empty. num_reserved_blocks: blocks that must be free beside those that the whole request
+                needs, so that the running ones can grow.
 
         Returns:
-            The new blocks of each group (of a starting request: its whole tables), or None if too few are free; then
-            nothing was taken.
+            The new blocks of each group (of a starting request: its whole tables), or None if too few are
+            free; then nothing was taken.
         """
         if hit is not None:
             return self._start(request, num_new_tokens, hit, num_reserved_blocks)

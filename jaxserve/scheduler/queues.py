@@ -1,7 +1,7 @@
 """Queues of waiting requests: first come first served, or by priority.
 
-A request that was aborted while it waited is not searched for: its entry is skipped when it comes up, and the dead
-entries are swept out together once they outnumber the live ones.
+A request that was aborted while it waited is not searched for: its entry is skipped when it comes up, and the
+dead entries are swept out together once they outnumber the live ones.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""StepPlan: the rows of one step while it is put together, and what is kept of them until its tokens are read."""
+"""StepPlan: the rows of one step, from when they are chosen until their tokens are read."""
 
 from __future__ import annotations
 
 from jaxserve.request import Request
-from jaxserve.step import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxserve.step import CachedRequestData, EngineCoreOutput, NewRequestData, SchedulerOutput
 
 
 class StepPlan:
-    """Rows of one step, as requests: a request may have ended, and its id be in use again, when the step is read."""
+    """Rows of one step. It holds the requests themselves: by the time the step is read, one may have ended
+    and its id be in use again."""
 
     __slots__ = (
-        "decode_rows", "grown", "new_requests", "num_tokens", "other_rows", "pending_hashes", "scoring_rows", "step_id",
+        "cached_requests", "decode_rows", "failed", "new_requests", "other_rows", "scoring_rows", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int) -> None:
@@ -20,13 +21,11 @@ class StepPlan:
         self.other_rows: list[tuple[Request, int, bool]] = []
         """Request, its tokens in this step, whether it samples."""
         self.scoring_rows: list[tuple[Request, int]] = []
-        """Requests whose prompt tokens are scored (prompt_logprobs), and the position where the step starts."""
+        """Requests with prompt_logprobs whose prompt is scored, and the position where the step starts."""
         self.new_requests: list[NewRequestData] = []
-        self.grown: list[CachedRequestData] = []
-        self.pending_hashes: set[bytes] = set()
-        """Blocks that this step fills: later steps may share them, this one may not."""
-        self.num_tokens = 0
-        """Tokens scheduled, once the rows are complete."""
+        self.cached_requests: list[CachedRequestData] = []
+        self.failed: list[EngineCoreOutput] = []
+        """Requests for which the cache turned out to be too small."""
 
     def add(self, request: Request, num_tokens: int, samples: bool) -> None:
         """Add a row and move the request's bookkeeping to where it will be after this step."""
@@ -66,7 +65,7 @@ class StepPlan:
         return SchedulerOutput(
             step_id=self.step_id,
             new_requests=self.new_requests,
-            cached_requests=self.grown,
+            cached_requests=self.cached_requests,
             num_scheduled_tokens=num_scheduled,
             samples=samples,
             finished_request_ids=finished_ids,

@@ -1,4 +1,5 @@
-"""What a step's results mean for a request: whether a token ends it, and which prompt log probabilities are new."""
+"""What a step's results mean for a request: whether a token ends it, and which prompt log probabilities are
+new."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from jaxserve.step import FinishReason, ModelRunnerOutput, TokenLogprobs
 
 
 def check_stop(request: Request, token_id: int) -> FinishReason | None:
-    """Whether the request ends with ``token_id``, its last known token; notes the stop token of the user's."""
+    """Whether the request ends with ``token_id``, its last known token; notes the stop token of the
+    user's."""
     if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
         if token_id not in request.eos_token_ids:
             request.stop_reason = token_id
@@ -21,8 +23,8 @@ def check_stop(request: Request, token_id: int) -> FinishReason | None:
 def new_prompt_logprobs(step: StepPlan, output: ModelRunnerOutput) -> dict[str, list[TokenLogprobs]]:
     """Prompt log probabilities that were not sent before, per live request that got any.
 
-    A step that starts at position p scores the prompt's positions from p + 1. After a preemption the prompt is
-    computed again, and what was sent already is dropped.
+    A step that starts at position p scores the prompt's positions from p + 1. After a preemption the prompt
+    is computed again, and what was sent already is dropped.
     """
     new: dict[str, list[TokenLogprobs]] = {}
     for request, start in step.scoring_rows:

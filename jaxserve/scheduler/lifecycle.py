@@ -1,0 +1,132 @@
+"""Lifecycle: which state each request is in, and what every change of state must do.
+
+WAITING -> RUNNING -> FINISHED, with RUNNING -> PREEMPTED -> RUNNING in between, and FINISHED from everywhere.
+A request holds blocks, and has a row in the runner's batch, exactly while it is RUNNING; whoever leaves that
+state is named to the runner in the next step.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.kv_cache.manager import KVCacheManager, PrefixHit
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduler.queues import make_queue
+from jaxserve.step import EngineCoreOutput, FinishReason, TokenLogprobs
+
+
+class Lifecycle:
+    """All live requests.
+
+    Args:
+        kv_cache: where running requests have their blocks.
+        policy: ``fcfs`` or ``priority``.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, policy: str) -> None:
+        self.kv_cache = kv_cache
+        self.by_priority = policy == "priority"
+        self.requests: dict[str, Request] = {}
+        self.waiting = make_queue(policy)
+        self.running: list[Request] = []
+        """Sorted by ``Request.order``: the last one is the first to be preempted."""
+        self.num_preemptions = 0
+        self._num_added = 0
+        self._finished_ids: list[str] = []
+        self._preempted_ids: list[str] = []
+        self._must_drop = False
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            InvalidRequestError: its id is in use.
+        """
+        if request.request_id in self.requests:
+            raise InvalidRequestError(
+                f"The request id {request.request_id!r} is in use by a request that has not ended.",
+                param="request_id",
+            )
+        self._num_added += 1
+        if self.by_priority:
+            request.order = (request.priority, request.arrival_time, self._num_added)
+        else:
+            request.order = (0, 0.0, self._num_added)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def start(self, hit: PrefixHit | None, now: float) -> None:
+        """Move the first waiting request, which has its blocks, to ``running``; ``hit`` if it may read the
+        cache."""
+        request = self.waiting.pop()
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_order)
+        if request.first_scheduled_time is not None:
+            return
+        request.first_scheduled_time = now
+        if hit is not None:
+            request.num_cached_tokens = hit.num_tokens
+            self.kv_cache.prefix_cache_stats.queries += request.num_tokens
+            self.kv_cache.prefix_cache_stats.hits += hit.num_tokens
+
+    def preempt_last(self) -> Request:
+        """Take the last running request's blocks; it starts again later. Its tokens in flight still count."""
+        request = self.running.pop()
+        self.kv_cache.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._preempted_ids.append(request.request_id)
+        self.waiting.put_back(request)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any state. ``drop_finished`` must follow before ``running`` is used again."""
+        was_running = request.status is RequestStatus.RUNNING
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.request_id]
+        if was_running:
+            self.kv_cache.free(request)
+            self._finished_ids.append(request.request_id)
+            self._must_drop = True
+        else:
+            self.waiting.discard()
+
+    def fail(self, request: Request, reason: str) -> EngineCoreOutput:
+        """``finish`` with an error, and say so."""
+        self.finish(request, FinishReason.ERROR)
+        output = make_output(request)
+        output.error = reason
+        return output
+
+    def drop_finished(self) -> None:
+        """Take the finished requests out of ``running``, all at once."""
+        if self._must_drop:
+            self.running[:] = [request for request in self.running if not request.finished]
+            self._must_drop = False
+
+    def take_departed(self) -> tuple[list[str], list[str]]:
+        """Ids of the requests that finished, and that were preempted, since the last call: rows that end."""
+        departed = self._finished_ids, self._preempted_ids
+        self._finished_ids, self._preempted_ids = [], []
+        return departed
+
+
+def make_output(request: Request, prompt_logprobs: list[TokenLogprobs] | None = None) -> EngineCoreOutput:
+    """An output without a token."""
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=request.finish_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        first_scheduled_time=request.first_scheduled_time,
+    )
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.order
