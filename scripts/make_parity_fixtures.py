@@ -2,7 +2,8 @@
 
 Needs torch and transformers; the tests that read the fixtures do not. Run from the repository root:
 
-    python scripts/make_parity_fixtures.py smollm2    # 28 greedy continuations of the packaged SmolLM2 (minutes)
+    python scripts/make_parity_fixtures.py tiny      # logits of the tiny checkpoints, and of SmolLM2 for one prompt
+    python scripts/make_parity_fixtures.py greedy    # 28 greedy continuations of the packaged SmolLM2 (minutes)
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import argparse
 import importlib.util
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from parity_prompts import QUESTIONS, TRUNCATED
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT / "scripts"), str(ROOT / "tests" / "support")]
+from parity_prompts import QUESTIONS, TRUNCATED  # noqa: E402
+from tiny_checkpoints import FAMILIES, write_tiny_checkpoint  # noqa: E402
+from transformers_logits import POSITIONS, TOKEN_IDS, transformers_logits  # noqa: E402
 
-FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "parity"
+FIXTURES = ROOT / "tests" / "fixtures" / "parity"
 NUM_GREEDY_TOKENS = 64
 
 
@@ -92,14 +98,45 @@ def write_smollm2_greedy() -> None:
     (FIXTURES / "smollm2_greedy.json").write_text(f'{{"about":{json.dumps(about)},\n"cases":[\n{body}\n]}}\n')
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def write_tiny_logits() -> None:
+    """tiny_logits.npz: a few positions' logits of each tiny checkpoint."""
+    logits: dict[str, np.ndarray] = {}
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = write_tiny_checkpoint(Path(folder), family, tokenizer=False)
+            logits[family] = transformers_logits(checkpoint, TOKEN_IDS)[list(POSITIONS)]
+        print(f"{family}: logits up to {abs(logits[family]).max():.2f}")
+    np.savez_compressed(FIXTURES / "tiny_logits.npz", **logits)
+
+
+@torch.no_grad()
+def write_smollm2_logits() -> None:
+    """smollm2_logits.npz: the last logits after one prompt."""
+    model, tokenizer = load_smollm2()
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
+    logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].numpy()
+    top = np.argsort(-logits)[:256]
+    kept = np.union1d(top, np.arange(0, len(logits), 97))  # the likely tokens, and every 97th of the rest
+    np.savez_compressed(
+        FIXTURES / "smollm2_logits.npz",
+        prompt=np.array(prompt, np.int32),
+        token_ids=kept.astype(np.int32),
+        logits=logits[kept],
     )
-    parser.add_argument("what", choices=("smollm2",))
+
+
+PROMPT = "Paged attention keeps the keys and values of a sequence in blocks, so that"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tiny", "greedy"))
     FIXTURES.mkdir(parents=True, exist_ok=True)
-    parser.parse_args()
-    write_smollm2_greedy()
+    if parser.parse_args().what == "tiny":
+        write_tiny_logits()
+        write_smollm2_logits()
+    else:
+        write_smollm2_greedy()
 
 
 if __name__ == "__main__":
