@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.sampling.fixed_point import to_weight
+from jaxserve.sampling.fixed_point import add_all, to_weight
 
 PIVOTS = 16
 """Candidates measured in one pass. The first is the lower end, whose tail is the measure of the whole interval."""
@@ -71,7 +71,7 @@ def find_threshold(
     )
 
     def body(search: _Search) -> _Search:
-        pivots = _pivots(search.low, search.high)
+        pivots = lax.optimization_barrier(_pivots(search.low, search.high))  # once, not for every token
         tails = _tails(values, pivots, search.stage == _TOP_K)
         target = jnp.where(search.target > 0, search.target, _target(search.stage, tails[:, 0], top_k, top_p))
         return _next_stage(_narrow(search, pivots, tails, target), use_p, ceiling)
@@ -104,10 +104,10 @@ def _pivots(low: jax.Array, high: jax.Array) -> jax.Array:
 def _tails(values: jax.Array, pivots: jax.Array, counting: jax.Array) -> jax.Array:
     """int32[R, PIVOTS]: over values >= pivot, their number (``counting`` rows) or their sum."""
     measure = jnp.where(counting[:, None], 1, values)
-    tails = [
-        jnp.sum(jnp.where(values >= pivots[:, index, None], measure, 0), axis=-1) for index in range(PIVOTS)
-    ]
-    return jnp.stack(tails, axis=-1)
+    # One reduction of many operands reads the row once, and its sums fill the lanes of a CPU's vectors.
+    masked = [jnp.where(values >= pivots[:, index, None], measure, 0) for index in range(PIVOTS)]
+    zeros = [jnp.int32(0)] * PIVOTS
+    return jnp.stack(lax.reduce(masked, zeros, add_all, (1,)), axis=-1)
 
 
 def _narrow(search: _Search, pivots: jax.Array, tails: jax.Array, target: jax.Array) -> _Search:

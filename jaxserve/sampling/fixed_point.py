@@ -43,8 +43,7 @@ def exp_shifted(values: jax.Array, maximum: jax.Array, temperature: jax.Array | 
         values == maximum[:, None], 0.0, values - maximum[:, None]
     )  # +inf - +inf would be NaN
     if temperature is not None:
-        # A quotient, not a product with the inverse: nothing that a compiler could contract differently.
-        shifted = shifted / temperature[:, None]
+        shifted = shifted * (1 / temperature)[:, None]
     return jnp.where(values > -jnp.inf, jnp.exp(shifted), 0.0)
 
 
@@ -53,9 +52,14 @@ def sum_exact(values: jax.Array) -> jax.Array:
     scaled = values * _LIMB
     high = jnp.floor(scaled)
     low = jnp.round((scaled - high) * _LIMB)
-    high_total = _sum_chunks(jnp.sum(split_chunks(high.astype(jnp.int32)), axis=-1))
-    low_total = _sum_chunks(jnp.sum(split_chunks(low.astype(jnp.int32)), axis=-1))
-    return high_total * (1 / _LIMB) + low_total * (1 / _LIMB**2)
+    limbs = [split_chunks(limb.astype(jnp.int32)) for limb in (high, low)]
+    high_sums, low_sums = lax.reduce(limbs, [jnp.int32(0)] * 2, add_all, (2,))
+    return _sum_chunks(high_sums) * (1 / _LIMB) + _sum_chunks(low_sums) * (1 / _LIMB**2)
+
+
+def add_all(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+    """The reducer of several sums at once: the operands' common source is read once."""
+    return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def _sum_chunks(sums: jax.Array) -> jax.Array:

@@ -31,6 +31,9 @@ class Feature(enum.IntFlag):
     LOGPROBS = 16
 
 
+ALL_FEATURES = Feature.PENALTY | Feature.MASK | Feature.BIAS | Feature.RANDOM | Feature.LOGPROBS
+
+
 @dataclass(frozen=True)
 class Column:
     """One int32 column of the table: float32 and uint32 values are stored by their bits."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 
 
 def row_random_bits(seed_lo: jax.Array, seed_hi: jax.Array, positions: jax.Array) -> jax.Array:
-    """One uniform uint32 per row, by Threefry-2x32 with the seed as its key and the position folded in.
+    """One uniform uint32 per row, by Threefry-2x32 with the seed as its key and the position as its counter.
 
     Args:
         seed_lo, seed_hi: uint32[R].
@@ -17,8 +18,6 @@ def row_random_bits(seed_lo: jax.Array, seed_hi: jax.Array, positions: jax.Array
         uint32[R]; a row's number depends on nothing but its own three inputs.
     """
 
-    def draw(key_data: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-        return jax.random.bits(jax.random.fold_in(key, position), dtype=jnp.uint32)
-
-    return jax.vmap(draw)(jnp.stack([seed_hi, seed_lo], axis=-1), positions)
+    # Per-row keys: the primitive takes them elementwise, which jax.random offers only through a loop over rows.
+    first, _ = threefry2x32_p.bind(seed_hi, seed_lo, jnp.zeros_like(seed_lo), positions.astype(jnp.uint32))
+    return first

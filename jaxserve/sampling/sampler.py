@@ -5,7 +5,10 @@ Work that no row asks for is skipped by ``lax.cond``; what a row gets depends on
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jaxserve.sampling.filters import find_threshold
 from jaxserve.sampling.fixed_point import CHUNK, MAX_VOCAB, exp_shifted, pick, sum_exact, weights
 from jaxserve.sampling.logits_processors import PROCESSOR_FEATURES, process_logits
 from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
-from jaxserve.sampling.metadata import Feature, SamplingMetadata
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata
 from jaxserve.sampling.random_bits import row_random_bits
 from jaxserve.sampling.state import SamplerState, record_tokens
 
@@ -38,6 +41,7 @@ def sample(
     *,
     max_logprobs: int,
     greedy_only: bool = False,
+    features: Feature = ALL_FEATURES,
 ) -> tuple[SamplerOutput, SamplerState]:
     """Choose one token per row, remember it, and score it.
 
@@ -46,43 +50,62 @@ def sample(
         metadata: how to sample each row.
         state: donated by the caller's program.
         max_logprobs: static: most likely tokens listed per row, in [0, V].
-        greedy_only: static: compile the argmax alone. For steps whose ``step_features`` is ``Feature.NONE``; devices
-            on which a branch costs a round trip to the host want this second program.
+        greedy_only: static: short for ``features=Feature.NONE``.
+        features: static: what this program can serve; a step goes to a program whose features include its own
+            (``step_features``). All by default: one program for everything. Where a branch costs a round trip to
+            the host, compile ``Feature.NONE`` (the argmax) and ``Feature.RANDOM`` as well: they have no branches.
 
     Returns:
-        the output, and the state with ``last_token_ids`` (and, unless ``greedy_only``, the output counts) updated.
-        A row of which nothing could be sampled (token -1) is remembered as token 0.
+        the output, and the state with ``last_token_ids`` (and the output's counts, where the program knows of
+        penalties) updated. A row of which nothing could be sampled (token -1) is remembered as token 0.
     """
+    features = Feature.NONE if greedy_only else features
     num_rows, vocab_size = logits.shape
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"Vocabularies of up to {MAX_VOCAB} tokens can be sampled, not {vocab_size}.")
-    if greedy_only:
-        token_ids = _greedy(logits)
-    else:
-        choosing = Feature.RANDOM | PROCESSOR_FEATURES
-        token_ids = lax.cond(
-            metadata.any(choosing), _choose, lambda logits, *_: _greedy(logits), logits, metadata, state
-        )
+    branch = functools.partial(_branch, features, metadata)
+
+    def choose(logits: jax.Array) -> jax.Array:
+        logits = branch(PROCESSOR_FEATURES, lambda x: process_logits(x, metadata, state), lambda x: x, logits)
+        maximum, greedy = argmax(logits)
+
+        def draw(logits: jax.Array) -> jax.Array:
+            return jnp.where(
+                (metadata.temperature > 0) & (greedy >= 0), draw_token(logits, maximum, metadata), greedy
+            )
+
+        return branch(Feature.RANDOM, draw, lambda logits: greedy, logits)
+
+    token_ids = branch(Feature.RANDOM | PROCESSOR_FEATURES, choose, lambda x: argmax(x)[1], logits)
     remembered = jnp.maximum(token_ids, 0)
-    if greedy_only:
-        logprobs = no_logprobs(num_rows, max_logprobs)
-    else:
-        logprobs = lax.cond(
-            metadata.any(Feature.LOGPROBS),
-            lambda logits, ids: compute_logprobs(logits, ids, max_logprobs),
-            lambda logits, ids: no_logprobs(num_rows, max_logprobs),
-            logits,
-            remembered,
-        )
-    state = record_tokens(state, metadata.row_ids, remembered, count=not greedy_only)
+    logprobs = branch(
+        Feature.LOGPROBS,
+        lambda logits, ids: compute_logprobs(logits, ids, max_logprobs),
+        lambda logits, ids: no_logprobs(num_rows, max_logprobs),
+        logits,
+        remembered,
+    )
+    state = record_tokens(state, metadata.row_ids, remembered, count=bool(features & Feature.PENALTY))
     return SamplerOutput(token_ids, logprobs), state
 
 
-def _greedy(logits: jax.Array) -> jax.Array:
-    return _argmax(logits)[1]
+def _branch(
+    compiled: Feature,
+    metadata: SamplingMetadata,
+    wanted: Feature,
+    then: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *operands: jax.Array,
+) -> Any:
+    """``then`` where the step asks for any of ``wanted``; decided while tracing if the program leaves no choice."""
+    if not compiled & wanted:
+        return otherwise(*operands)
+    if not compiled & ~wanted:
+        return then(*operands)
+    return lax.cond(metadata.any(wanted), then, otherwise, *operands)
 
 
-def _argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each row's largest number and its lowest id (-1: the row holds none). NaN counts as -inf.
 
     One vectorizable pass finds the chunks' maxima; only the first chunk that holds the row's is looked at again.
@@ -105,18 +128,7 @@ def _first_equal(values: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(values == wanted[:, None], ids, values.shape[1] - 1), axis=-1)
 
 
-def _choose(logits: jax.Array, metadata: SamplingMetadata, state: SamplerState) -> jax.Array:
-    logits = process_logits(logits, metadata, state)
-    maximum, greedy = _argmax(logits)
-
-    def draw(logits: jax.Array) -> jax.Array:
-        return jnp.where(metadata.temperature > 0, _random(logits, maximum, metadata), greedy)
-
-    token_ids = lax.cond(metadata.any(Feature.RANDOM), draw, lambda logits: greedy, logits)
-    return jnp.where(greedy < 0, -1, token_ids)
-
-
-def _random(logits: jax.Array, maximum: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+def draw_token(logits: jax.Array, maximum: jax.Array, metadata: SamplingMetadata) -> jax.Array:
     temperature = jnp.where(metadata.temperature > 0, metadata.temperature, 1.0)
     exponentials = exp_shifted(logits, maximum, temperature)
     values, scale = weights(exponentials, sum_exact(exponentials))

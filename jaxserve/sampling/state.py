@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxserve.sampling.token_mask import mask_words as mask_words
 from jaxserve.sampling_params import MAX_LOGIT_BIAS
 
 HISTORY_CHUNK = 1024
@@ -55,11 +56,6 @@ class SamplerState:
     @property
     def vocab_size(self) -> int:
         return self.history.shape[1]
-
-
-def mask_words(vocab_size: int) -> int:
-    """Words of a packed token mask."""
-    return -(-vocab_size // 32)
 
 
 def state_shapes(max_num_seqs: int, vocab_size: int) -> dict[str, jax.ShapeDtypeStruct]:
