@@ -1,0 +1,73 @@
+"""The ``jaxserve`` command: a table of commands, each a module that is imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from jaxserve.config.cli_flags import normalise_flags
+from jaxserve.errors import JaxserveError
+from jaxserve.logs import log_level
+from jaxserve.version import __version__
+
+COMMANDS = {
+    "serve": ("jaxserve.cli.serve", "Serve a model over HTTP, with OpenAI's API."),
+    "chat": ("jaxserve.cli.chat", "Talk to a server."),
+    "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
+    "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),
+}
+"""A command's name, its module and what it does. A module has ``add_arguments`` and ``run``."""
+
+
+class Command(Protocol):
+    """What a command's module offers."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. The exit code is 1 after an error with a message of ours, 2 after wrong flags."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        return _without_command(given)
+    module, description = COMMANDS[given[0]]
+    command = cast("Command", importlib.import_module(module))
+    parser = argparse.ArgumentParser(prog=f"jaxserve {given[0]}", description=description, allow_abbrev=False)
+    command.add_arguments(parser)
+    try:
+        return command.run(parser.parse_args(normalise_flags(given[1:])))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; keep Python from complaining while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except JaxserveError as error:
+        if log_level() == "debug":
+            raise
+        print(f"jaxserve {given[0]}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _without_command(given: list[str]) -> int:
+    lines = [f"  {name:12} {description}" for name, (_, description) in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="jaxserve",
+        usage="jaxserve [--version] COMMAND …",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n'jaxserve COMMAND --help' says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    parser.add_argument("command", metavar="COMMAND", choices=list(COMMANDS))
+    parser.parse_args(given[:1])
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

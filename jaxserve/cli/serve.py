@@ -1,0 +1,93 @@
+"""``jaxserve serve [MODEL]``: serve a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxserve.config import ENGINE_CONFIGS, EngineConfig, ServerConfig
+from jaxserve.config.cli_flags import add_config_flags, config_from_flags, flags_given
+from jaxserve.errors import ConfigError
+from jaxserve.logs import configure_logging, log_level
+
+API_KEY_VARIABLE = "JAXSERVE_API_KEY"
+PACKAGED_MODEL_NAME = "SmolLM2-135M-Instruct"
+"""The name of the model that is served when none is named."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "positional_model",
+        metavar="MODEL",
+        nargs="?",
+        help="Hugging Face folder, hub id, or .gguf file. Default: the packaged SmolLM2.",
+    )
+    add_config_flags(parser, [*ENGINE_CONFIGS, ServerConfig])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    configure_logging(getattr(arguments, "log_level", None))
+    engine_config, server_config = configs_from(arguments)
+    chat_template = read_chat_template(engine_config.model_config.chat_template)
+
+    # The engine's code is imported after the command line is known to be right.
+    from jaxserve.engine.async_engine import AsyncEngine
+
+    from jaxserve.server.run import run_server
+
+    model = engine_config.model_config.model
+    return run_server(
+        lambda: AsyncEngine.from_config(engine_config),
+        server_config,
+        served_names(model, server_config),
+        model_root=model or PACKAGED_MODEL_NAME,
+        chat_template=chat_template,
+    )
+
+
+def configs_from(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The configs that the command line and the environment describe.
+
+    Raises:
+        ConfigError: a value that a config refuses, or two models.
+    """
+    values = flags_given(ENGINE_CONFIGS, arguments)
+    if arguments.positional_model is not None:
+        if values.get("model", arguments.positional_model) != arguments.positional_model:
+            raise ConfigError(
+                f"Two models are named: {arguments.positional_model!r} and --model {values['model']!r}.",
+                param="model",
+            )
+        values["model"] = arguments.positional_model
+    values["log_level"] = log_level(values.get("log_level"))
+    server_config = config_from_flags(ServerConfig, arguments)
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key and not server_config.api_key:
+        server_config = replace(server_config, api_key=[key])
+    return EngineConfig.from_kwargs(**values), server_config
+
+
+def served_names(model: str, config: ServerConfig) -> Sequence[str]:
+    """The names that clients may ask for: as configured, else the model as it was named."""
+    return config.served_model_name or [model or PACKAGED_MODEL_NAME]
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """The text of a chat template that is given as a file or as the text itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if value is None or "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template {value!r} is neither a readable file nor a Jinja template: {error}",
+            param="chat_template",
+        ) from None

@@ -1,0 +1,75 @@
+"""create_app: the HTTP application over an engine.
+
+There is no module state: two applications can live side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.protocol import EngineClient
+from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.metrics.http_metrics import HTTPMetrics
+from jaxserve.server.errors import install_error_handlers
+from jaxserve.server.generation import GenerationService, ServedModel
+from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
+from jaxserve.server.openai.chat import chat_routes
+from jaxserve.server.openai.completions import completion_routes
+from jaxserve.server.openai.models import model_routes
+from jaxserve.server.openai.tokenize import tokenize_routes
+from jaxserve.server.operations import operation_routes
+from jaxserve.version import __version__
+
+
+def create_app(
+    engine: EngineClient,
+    config: ServerConfig,
+    model_names: Sequence[str],
+    *,
+    model_root: str | None = None,
+    chat_template: str | None = None,
+) -> FastAPI:
+    """The application that serves ``engine``.
+
+    Args:
+        engine: a running engine; its metrics are attached to the application's registry.
+        config: where and how it listens; here its API keys, CORS origins and body limit count.
+        model_names: the names under which the model is served; the first is reported.
+        model_root: where the model came from, for /v1/models. Default: the first name.
+        chat_template: a template's text that replaces the model's own.
+    """
+    names = tuple(model_names)
+    service = GenerationService(
+        engine, ServedModel(names, model_root or names[0], int(time.time())), chat_template
+    )
+    metrics = EngineMetrics(names[0], engine.info.max_model_len)
+    engine.attach_metrics(metrics)
+
+    app = FastAPI(title="jaxserve", version=__version__, redoc_url=None)
+    app.state.service = service
+    app.state.max_body_bytes = config.max_body_bytes
+    app.include_router(chat_routes(service))
+    app.include_router(completion_routes(service))
+    app.include_router(model_routes(service))
+    app.include_router(tokenize_routes(service))
+    app.include_router(operation_routes(service, metrics))
+    install_error_handlers(app)
+    _add_middleware(app, config, HTTPMetrics(metrics.registry))
+    return app
+
+
+def _add_middleware(app: FastAPI, config: ServerConfig, metrics: HTTPMetrics) -> None:
+    """The last one added is the outermost."""
+    if config.api_key:
+        app.add_middleware(APIKeyMiddleware, keys=config.api_key)
+    if config.allowed_origins:
+        # Outside the keys: a browser asks for permission without one.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestMiddleware, metrics=metrics)

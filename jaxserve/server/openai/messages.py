@@ -1,0 +1,113 @@
+"""Chat messages: checked here, field by field, so that a template only sees what it can render."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel
+
+from jaxserve.errors import InvalidRequestError, UnsupportedError
+
+ROLES = ("system", "developer", "user", "assistant")
+UNSUPPORTED_ROLES = ("tool", "function")
+FIELDS = ("role", "content", "name", "reasoning", "reasoning_content")
+UNSUPPORTED_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
+TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_MESSAGES = 65536
+
+
+class TextPart(BaseModel):
+    """A part of a message's content, for the API's schema. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message, for the API's schema."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+
+def check_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages with null fields left out and text parts joined by newlines.
+
+    Raises:
+        InvalidRequestError: with the field's path, such as ``messages[0].content``.
+    """
+    if not isinstance(value, list):
+        raise InvalidRequestError("messages must be a list.", param="messages")
+    messages = cast("list[Any]", value)
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one message.", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages holds {len(messages)}; at most {MAX_MESSAGES} are allowed.", param="messages"
+        )
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{path} must be an object with role and content.", param=path)
+    given = cast("dict[str, Any]", message)
+    # Clients send an answer back as they got it, with nulls and empty lists for what it did not have.
+    fields = {name: value for name, value in given.items() if value is not None and value != []}
+    for name in fields:
+        if name in UNSUPPORTED_FIELDS:
+            raise UnsupportedError(
+                f"{path}.{name} is not supported by this server; remove it.", param=f"{path}.{name}"
+            )
+        if name not in FIELDS:
+            raise InvalidRequestError(f"Unknown field {path}.{name[:100]}.", param=f"{path}.{name[:100]}")
+    role = _check_role(fields.get("role"), path)
+    if "content" in fields:
+        fields["content"] = _check_content(fields["content"], f"{path}.content")
+    elif role == "assistant":
+        fields["content"] = ""
+    else:
+        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+    for name in ("name", "reasoning", "reasoning_content"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InvalidRequestError(f"{path}.{name} must be a string.", param=f"{path}.{name}")
+    return fields
+
+
+def _check_role(role: Any, path: str) -> str:
+    if role in UNSUPPORTED_ROLES:
+        raise UnsupportedError(f"{path}.role {role!r} is not supported by this server.", param=f"{path}.role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequestError(
+            f"{path}.role must be one of {', '.join(ROLES)}, got {repr(role)[:100]}.", param=f"{path}.role"
+        )
+    return role
+
+
+def _check_content(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{path} must be a string or a list of text parts.", param=path)
+    parts = cast("list[Any]", content)
+    return "\n".join(_check_part(part, f"{path}[{index}]") for index, part in enumerate(parts))
+
+
+def _check_part(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequestError(
+            f"{path} must be an object such as {{'type': 'text', 'text': '…'}}.", param=path
+        )
+    fields = cast("dict[str, Any]", part)
+    kind = fields.get("type")
+    if kind not in TEXT_PARTS:
+        raise UnsupportedError(
+            f"{path}.type {repr(kind)[:100]} is not supported: this model takes text only.",
+            param=f"{path}.type",
+        )
+    text = fields.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{path}.text must be a string.", param=f"{path}.text")
+    return text

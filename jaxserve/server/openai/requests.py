@@ -1,0 +1,212 @@
+"""Request bodies of OpenAI's endpoints. Sampling fields come from SamplingParams: a new one needs no line.
+
+A field is honoured, accepted because it changes nothing about generation, or refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    create_model,
+    model_validator,
+)
+
+from jaxserve.errors import InvalidRequestError, UnsupportedError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.openai.messages import ChatMessage, check_messages
+from jaxserve.server.openai.prompts import CompletionPrompt, parse_prompts
+from jaxserve.server.openai.unsupported import UNSUPPORTED
+
+STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+"""What crosses to the engine core in msgpack."""
+
+Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+"""Printable ASCII without spaces: it ends up in logs and headers."""
+
+NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs"})
+"""Fields of SamplingParams that an endpoint decides or declares itself."""
+
+
+def _token_id_keys(value: dict[str, float]) -> dict[int, float]:
+    """JSON spells token ids as strings when they are keys."""
+    result: dict[int, float] = {}
+    for key, bias in value.items():
+        if not key.isdecimal() or len(key) > 18:
+            raise InvalidRequestError(f"logit_bias: {key[:40]!r} is not a token id.", param="logit_bias")
+        result[int(key)] = bias
+    return result
+
+
+def _http_type(annotation: Any) -> Any:
+    """The annotation of a SamplingParams field, as JSON spells it and within the wire's limits."""
+    if annotation is int:
+        return Int64
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_http_type(argument) for argument in arguments)]  # noqa: UP007
+    if origin is list:
+        return list[_http_type(arguments[0])]
+    if origin is dict:
+        return Annotated[dict[str, float], AfterValidator(_token_id_keys)]
+    return annotation
+
+
+def _sampling_fields() -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name not in NOT_OVER_HTTP:
+            fields[field.name] = (_http_type(field.type) | None, None)
+    return fields
+
+
+SAMPLING_FIELDS = tuple(_sampling_fields())
+
+SamplingFields: type[BaseModel] = create_model("SamplingFields", __config__=STRICT, **_sampling_fields())
+"""The fields of SamplingParams that every generating endpoint takes; None (or null) is not given."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    model_config = STRICT
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """What completions and chat completions have in common."""
+
+    model_config = STRICT
+    endpoint: ClassVar[str]
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int64 | None = None
+    request_id: Identifier | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Accepted: they are for the provider's bookkeeping and change nothing about generation.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise InvalidRequestError("The body must be a JSON object.")
+        body = cast("dict[str, Any]", body)
+        return {name: value for name, value in body.items() if _is_ours(cls, name, value, body)}
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
+        return self
+
+    def sampling_values(self) -> dict[str, Any]:
+        """The sampling fields that the request sets."""
+        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries usage; as in vLLM only together with ``include_usage``."""
+        options = self.stream_options
+        return options is not None and self.include_usage and bool(options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    endpoint = "completions"
+
+    prompt: Annotated[
+        list[CompletionPrompt],
+        PlainValidator(parse_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: Int64 | None = None
+    logprobs: Int64 | None = None
+    echo: bool | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    endpoint = "chat completions"
+
+    messages: Annotated[
+        list[dict[str, Any]], PlainValidator(check_messages, json_schema_input_type=list[ChatMessage])
+    ]
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int64 | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    # Accepted: without tools and reasoning parsers they change nothing.
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt cannot both be true.",
+                param="continue_final_message",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
+        return self
+
+
+def _is_ours(cls: type[GenerationRequest], name: str, value: Any, body: dict[str, Any]) -> bool:
+    """Whether ``name`` is a field of ``cls``; False for one that is not offered but asks for nothing.
+
+    Raises:
+        UnsupportedError: it asks for something that is not offered.
+        InvalidRequestError: nobody knows it.
+    """
+    if name in cls.model_fields:
+        return True
+    if name in UNSUPPORTED:
+        if UNSUPPORTED[name](value, body):
+            return False
+        raise UnsupportedError(f"{name} is not supported by this server; remove it.", param=name)
+    close = difflib.get_close_matches(name, cls.model_fields, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise InvalidRequestError(
+        f"Unknown parameter for {cls.endpoint}: {name[:100]!r}.{hint}", param=name[:100]
+    )
