@@ -178,6 +178,8 @@ class InputProcessor:
             )
         params = self._check_params(sampling_params)
         text, token_ids, salt_in_prompt = self._read_prompt(prompt)
+        if text is not None and token_ids is None:
+            self._check_text(text, params)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(0, 2**63 - 1))
         return _Draft(
             request_id=request_id,
@@ -304,7 +306,7 @@ class InputProcessor:
         """Text, token ids (None: the text is to be tokenized) and cache salt of a prompt."""
         prompt = cast(Any, prompt)
         if isinstance(prompt, str):
-            return self._check_text(prompt), None, None
+            return prompt, None, None
         if not isinstance(prompt, Mapping):
             return None, self._check_token_ids(prompt), None
         unknown = set(prompt) - _PROMPT_KEYS
@@ -321,22 +323,23 @@ class InputProcessor:
             return text, self._check_token_ids(prompt["prompt_token_ids"]), prompt.get("cache_salt")
         if text is None:
             raise InvalidRequestError("prompt holds neither 'prompt' nor 'prompt_token_ids'.", param="prompt")
-        return self._check_text(text), None, prompt.get("cache_salt")
+        return text, None, prompt.get("cache_salt")
 
-    def _check_text(self, text: str) -> str:
+    def _check_text(self, text: str, params: SamplingParams) -> None:
         """Refuse a text that cannot fit, however it is cut into tokens: tokenizing it could take minutes."""
         tokenizer = self._need_tokenizer("prompt")
-        if len(text) > LONG_TEXT + 16 * self.max_model_len and isinstance(tokenizer, FastTokenizer):
+        if params.truncate_prompt_tokens is not None or not isinstance(tokenizer, FastTokenizer):
+            return
+        if len(text) > LONG_TEXT + 16 * self.max_model_len:
             characters = self.max_model_len * tokenizer.max_token_length * _SHRINK
             if len(text) > characters:
                 raise InvalidRequestError(
                     f"This model's maximum context length is {self.max_model_len} tokens, which hold "
-                    f"{characters} characters at most. However, your prompt has {len(text)} characters. Please "
-                    "reduce the length of the input prompt.",
+                    f"{characters} characters at most. However, your prompt has {len(text)} characters. "
+                    "Please reduce the length of the input prompt.",
                     param="prompt",
                     code="context_length_exceeded",
                 )
-        return text
 
     def _check_token_ids(self, values: Any) -> list[int]:
         if isinstance(values, np.ndarray):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.tokenizer.pieces import REPLACEMENT, TokenPieces
+from jaxserve.tokenizer.pieces import REPLACEMENT, ProtocolPieces, TokenPieces
 
 MAX_WINDOW = 64
 """Tokens that the *window* kind holds back at most while its text ends in an incomplete character."""
@@ -17,12 +17,12 @@ CONTEXT = 6
 
 
 def make_detokenizer(
-    pieces: TokenPieces,
+    pieces: TokenPieces | ProtocolPieces,
     prompt_token_ids: Sequence[int] = (),
     *,
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
-) -> IncrementalDetokenizer | WindowDetokenizer:
+) -> Detokenizer:
     """The detokenizer that fits the tokenizer's decoder.
 
     Args:
@@ -33,7 +33,7 @@ def make_detokenizer(
         spaces_between_special_tokens: False takes away spaces that the decoder puts between added tokens
             (byte-level and byte-fallback decoders put none).
     """
-    if pieces.kind == "window":
+    if isinstance(pieces, ProtocolPieces) or pieces.kind == "window":
         return WindowDetokenizer(pieces, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
     return IncrementalDetokenizer(pieces, prompt_token_ids, skip_special_tokens)
 
@@ -98,7 +98,7 @@ class WindowDetokenizer:
 
     def __init__(
         self,
-        pieces: TokenPieces,
+        pieces: TokenPieces | ProtocolPieces,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
@@ -146,3 +146,7 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._pieces.decode_window(token_ids, self._skip)
+
+
+Detokenizer = IncrementalDetokenizer | WindowDetokenizer
+"""``update(token_ids) -> text``, ``flush() -> text`` and the ``pending`` bytes."""

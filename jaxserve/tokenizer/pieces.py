@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+    from jaxserve.tokenizer.interface import Tokenizer
+
 REPLACEMENT = "\ufffd"
 Piece = str | bytes
 """A token's text; bytes where they are not UTF-8 on their own."""
@@ -90,6 +92,18 @@ class TokenPieces:
             return (REPLACEMENT * len(pending) + piece, b"") if piece else ("", pending)
         return _take_byte_tokens(pending + piece)
 
+    def text_of(self, token_id: int, pending: bytes) -> str:
+        """A single token's text, special or not, for people to read.
+
+        A token that completes the character begun by ``pending`` stands for all of it; one that only goes on
+        with or begins a character has none.
+        """
+        piece = self.all[token_id]
+        if isinstance(piece, str) and (not pending or self.kind != "bytes"):
+            return piece
+        text, _ = self.take(pending, piece)
+        return self.take(b"", piece)[0] if pending and REPLACEMENT in text else text
+
     def flush(self, pending: bytes) -> str:
         """What becomes of bytes whose character never ends."""
         return pending.decode("utf-8", "replace") if self.kind == "bytes" else REPLACEMENT * len(pending)
@@ -108,6 +122,35 @@ class TokenPieces:
         for token_id in token_ids[start:]:
             pending = self.take(pending, cache[token_id])[1]
         return pending
+
+
+class ProtocolPieces:
+    """Pieces of any tokenizer, of which only the Tokenizer protocol is known."""
+
+    kind: Literal["window"] = "window"
+    strips_first_space = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_token_ids
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether the token is special: the protocol knows no other added ones."""
+        return token_id in self._special
+
+    def decode_window(self, token_ids: Sequence[int], skip_special: bool) -> str:
+        """The tokenizer's own decoding."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+    def text_of(self, token_id: int, pending: bytes) -> str:
+        """A single token's text, special or not."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def pieces_of(tokenizer: Tokenizer) -> TokenPieces | ProtocolPieces:
+    """The pieces of a tokenizer: its own, shared ones where it has them."""
+    pieces = getattr(tokenizer, "pieces", None)
+    return pieces if isinstance(pieces, TokenPieces) else ProtocolPieces(tokenizer)
 
 
 class _PieceCache(dict[int, Piece]):

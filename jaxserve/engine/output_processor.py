@@ -1,0 +1,215 @@
+"""OutputProcessor: what the engine core adds to its requests becomes text, stops and RequestOutputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.engine.input_processor import ProcessedRequest
+from jaxserve.engine.output_queue import RequestOutputQueue
+from jaxserve.engine.request_state import CompletionState, RequestState
+from jaxserve.errors import InvalidRequestError, RequestFailedError
+from jaxserve.outputs import RequestOutput
+from jaxserve.step import EngineCoreOutput
+from jaxserve.tokenizer.interface import Tokenizer
+from jaxserve.tokenizer.pieces import pieces_of
+
+if TYPE_CHECKING:
+    from jaxserve.metrics.engine_metrics import EngineMetrics
+
+
+class ProcessedOutputs(NamedTuple):
+    """What a step's outputs came to.
+
+    ``results`` and ``failures`` concern requests without a queue; the others' readers were woken.
+    """
+
+    results: list[RequestOutput]
+    request_ids_to_abort: list[str]
+    """Requests of the core that ended here (a stop string, a failed sibling): the core must drop them."""
+    failures: list[tuple[str, RequestFailedError]]
+
+
+class OutputProcessor:
+    """Keeps the state of every running request. All calls come from one thread (or event loop).
+
+    Args:
+        tokenizer: None gives token ids only.
+        metrics: fed with prompts, tokens and finished requests; may be set later.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, metrics: EngineMetrics | None = None) -> None:
+        self.metrics = metrics
+        self._pieces = None if tokenizer is None else pieces_of(tokenizer)
+        self._requests: dict[str, RequestState] = {}
+        self._completions: dict[str, CompletionState] = {}
+        """By the core's request id."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run (n completions count once)."""
+        return len(self._requests)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(self, request: ProcessedRequest, queue: RequestOutputQueue | None = None) -> None:
+        """Begin to follow a request; call before the core can answer.
+
+        Args:
+            request: from the input processor.
+            queue: where its outputs go; None returns them from ``process_outputs``.
+
+        Raises:
+            InvalidRequestError: a request with this id is running.
+        """
+        taken = request.request_id in self._requests
+        if taken or any(core.request_id in self._completions for core in request.core_requests):
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is in use by a request that is still running.",
+                param="request_id",
+            )
+        state = RequestState(request, self._pieces, queue)
+        if queue is not None:
+            queue.attach(state)
+        self._requests[state.request_id] = state
+        for completion in state.completions:
+            self._completions[completion.core_id] = completion
+
+    def process_outputs(
+        self, outputs: Sequence[EngineCoreOutput], timestamp: float | None = None
+    ) -> ProcessedOutputs:
+        """Take one step's outputs. Outputs of requests that ended here meanwhile are dropped.
+
+        Args:
+            outputs: from the core, in order.
+            timestamp: when the step ended, of ``time.monotonic()``; None is now.
+        """
+        now = time.monotonic() if timestamp is None else timestamp
+        processed = ProcessedOutputs([], [], [])
+        changed: list[RequestState] = []
+        for output in outputs:
+            completion = self._completions.get(output.request_id)
+            if completion is None:
+                continue
+            state = completion.request
+            if output.error is not None:
+                self._fail(completion, output.error, processed)
+                continue
+            if self._append(completion, output, now):
+                processed.request_ids_to_abort.append(output.request_id)
+            if not state.changed and (state.num_running == 0 or (output.new_token_ids and state.streams)):
+                state.changed = True
+                changed.append(state)
+        for state in changed:
+            if state.queue is not None:
+                state.queue.notify()
+            elif state.request_id not in (failed for failed, _ in processed.failures):
+                processed.results.append(state.take())
+        return processed
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests early: their readers get a last output with ``finish_reason`` abort.
+
+        Returns:
+            The core's ids of what still ran; the core must drop them. Unknown ids are ignored.
+        """
+        core_ids: list[str] = []
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            for completion in state.completions:
+                if completion.finish_reason is None:
+                    completion.abort()
+                    core_ids.append(completion.core_id)
+                    self._finish(completion)
+            state.changed = True
+            if state.queue is not None:
+                state.queue.notify()
+        return core_ids
+
+    def fail_all(self, error: BaseException) -> None:
+        """Raise ``error`` to every reader and forget all requests: the core died."""
+        states, self._requests = list(self._requests.values()), {}
+        self._completions = {}
+        for state in states:
+            if state.queue is not None:
+                state.queue.fail(error)
+
+    # --- its parts -----------------------------------------------------------------------------------------
+
+    def _append(self, completion: CompletionState, output: EngineCoreOutput, now: float) -> bool:
+        """Take one output; True if a stop string ended it while the core would go on."""
+        state = completion.request
+        if output.new_token_ids:
+            self._record_tokens(completion, output, now)
+        if output.prompt_logprobs:
+            state.add_prompt_logprobs(output.prompt_logprobs)
+        if output.num_preemptions > state.metrics.num_preemptions:
+            state.metrics.num_preemptions = output.num_preemptions
+        stopped = completion.append(output)
+        if completion.finish_reason is not None:
+            self._finish(completion)
+        return stopped
+
+    def _record_tokens(self, completion: CompletionState, output: EngineCoreOutput, now: float) -> None:
+        state, metrics = completion.request, self.metrics
+        times = state.metrics
+        num_tokens = len(output.new_token_ids)
+        times.num_generation_tokens += num_tokens
+        if times.first_token_time is None:
+            times.first_token_time = now
+            times.first_scheduled_time = output.first_scheduled_time
+            state.num_cached_tokens = output.num_cached_tokens
+            if metrics is not None:
+                waited = now - times.arrival_time
+                metrics.record_prompt(len(state.prompt_token_ids), output.num_cached_tokens, waited)
+        if metrics is not None:
+            since = now - completion.last_token_time if completion.num_tokens else None
+            metrics.record_tokens(num_tokens, since)
+        completion.last_token_time = times.last_token_time = now
+
+    def _finish(self, completion: CompletionState) -> None:
+        state = completion.request
+        del self._completions[completion.core_id]
+        state.num_running -= 1
+        if state.num_running == 0:
+            del self._requests[state.request_id]
+            self._record_finished(state, completion.finish_reason or "error")
+
+    def _fail(self, completion: CompletionState, reason: str, processed: ProcessedOutputs) -> None:
+        """One completion failed: the request fails, and its other completions are dropped."""
+        state = completion.request
+        error = RequestFailedError(f"Request {state.request_id!r} failed: {reason}")
+        running = [c.core_id for c in state.completions if c.finish_reason is None]
+        for core_id in running:
+            del self._completions[core_id]
+        processed.request_ids_to_abort.extend(core_id for core_id in running if core_id != completion.core_id)
+        del self._requests[state.request_id]
+        if state.queue is not None:
+            state.queue.fail(error)
+        else:
+            processed.failures.append((state.request_id, error))
+        self._record_finished(state, "error")
+
+    def _record_finished(self, state: RequestState, finish_reason: str) -> None:
+        if self.metrics is None:
+            return
+        from jaxserve.metrics.engine_metrics import FinishedRequest
+
+        lengths = [completion.num_tokens for completion in state.completions]
+        self.metrics.record_finished(
+            FinishedRequest(
+                finish_reason=finish_reason,
+                num_prompt_tokens=len(state.prompt_token_ids),
+                num_generation_tokens=sum(lengths),
+                max_num_generation_tokens=max(lengths),
+                num_cached_tokens=state.num_cached_tokens,
+                n=len(state.completions),
+                max_tokens=state.sampling_params.max_tokens,
+                times=state.metrics,
+            )
+        )
