@@ -50,9 +50,12 @@ class OracleBackend:
         return out, kv_cache
 
 
-def one_row_metadata(start: int, num_tokens: int, num_blocks: int) -> AttentionMetadata:
-    """The batch of one row's tokens ``start`` to ``start + num_tokens``, in blocks 1, 2, …"""
-    positions = np.arange(start, start + num_tokens)
+def one_row_metadata(start: int, num_tokens: int, padded: int, num_blocks: int) -> AttentionMetadata:
+    """The batch of one row's tokens ``start`` to ``start + num_tokens``, in blocks 1, 2, …, padded to T tokens."""
+    live = np.arange(padded) < num_tokens
+    positions = np.where(live, start + np.arange(padded), 0)
+    out_of_range = (num_blocks + 1) * BLOCK_SIZE
+    slots = np.where(live, positions + BLOCK_SIZE, out_of_range)
     decodes = int(num_tokens == 1)
 
     def array(values: object) -> jax.Array:
@@ -63,16 +66,16 @@ def one_row_metadata(start: int, num_tokens: int, num_blocks: int) -> AttentionM
         block_tables=array([np.arange(1, num_blocks + 1)]),
         query_start_loc=array([0, num_tokens]),
         distribution=array([decodes, decodes, 1]),
-        slot_mapping=array((positions // BLOCK_SIZE + 1) * BLOCK_SIZE + positions % BLOCK_SIZE),
+        slot_mapping=array(slots),
         positions=array(positions),
-        row_ids=array(np.zeros(num_tokens)),
+        row_ids=array(np.zeros(padded)),
     )
 
 
 def sequence_logits(
     model: Model, params: dict[str, jax.Array], token_ids: Sequence[int], chunks: Sequence[int], cache_dtype: object
 ) -> np.ndarray:
-    """Logits [len(token_ids), V] of one sequence that is computed in chunks of these lengths."""
+    """Logits [len(token_ids), V] of one sequence computed in chunks of these lengths, padded to the longest."""
     assert sum(chunks) == len(token_ids)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     backend = OracleBackend()
@@ -88,10 +91,11 @@ def sequence_logits(
         hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
         return model.logits(params, hidden), caches
 
-    start, parts = 0, []
+    start, padded, parts = 0, max(chunks), []
     for length in chunks:
-        tokens = jnp.asarray(token_ids[start : start + length], jnp.int32)
-        logits, caches = step(params, tokens, caches, one_row_metadata(start, length, num_blocks))
-        parts.append(np.asarray(logits))
+        tokens = np.zeros(padded, np.int32)
+        tokens[:length] = token_ids[start : start + length]
+        logits, caches = step(params, tokens, caches, one_row_metadata(start, length, padded, num_blocks))
+        parts.append(np.asarray(logits)[:length])
         start += length
     return np.concatenate(parts)

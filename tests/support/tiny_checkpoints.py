@@ -139,7 +139,9 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         values = 1.0 + 0.2 * values
     elif name.endswith(".bias"):
         values = 0.3 * values
-    elif "embed_tokens" not in name:
+    elif "embed_tokens" in name:
+        values = 0.4 * values
+    else:
         values = values * (1.5 / math.sqrt(shape[-1]))
     return values.astype(np.float32)
 
