@@ -113,7 +113,7 @@ class InputProcessor:
             InvalidRequestError: the request's own mistake, with the parameter's name.
         """
         draft = self._begin(request_id, prompt, sampling_params, priority, cache_salt, arrival_time)
-        if draft.text is not None:
+        if draft.token_ids is None and draft.text is not None:
             draft.token_ids = self.encode(draft.text, add_special_tokens=add_special_tokens)
         return self._finish(draft)
 
@@ -130,7 +130,7 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """``process``, but a long text is tokenized in a thread so that the event loop goes on."""
         draft = self._begin(request_id, prompt, sampling_params, priority, cache_salt, arrival_time)
-        if draft.text is not None:
+        if draft.token_ids is None and draft.text is not None:
             draft.token_ids = await self.encode_async(draft.text, add_special_tokens=add_special_tokens)
         return self._finish(draft)
 

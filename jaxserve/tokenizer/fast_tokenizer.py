@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,6 +13,10 @@ from jaxserve.tokenizer.pieces import TokenPieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+# Texts are encoded one by one: a thread pool inside the library would gain nothing, and it complains about
+# forks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class FastTokenizer:
@@ -88,13 +93,12 @@ class FastTokenizer:
             InvalidRequestError: the text holds half of a surrogate pair, which is no character.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"The text holds an unpaired surrogate (U+{ord(text[error.start]):04X}) at character "
-                f"{error.start}: it is not valid Unicode.",
-                param="prompt",
-            ) from error
+            # The batch form releases the interpreter lock and computes no offsets; the single one does
+            # neither.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            _refuse_surrogates(text)
+            raise
 
     def decode(
         self,
@@ -117,3 +121,14 @@ class FastTokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"The text holds an unpaired surrogate (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}: it is not valid Unicode.",
+            param="prompt",
+        ) from error
