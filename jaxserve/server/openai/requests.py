@@ -98,7 +98,7 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     priority: Int64 | None = None
     request_id: Identifier | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
