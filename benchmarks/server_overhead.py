@@ -1,7 +1,7 @@
 """What the HTTP server costs per streamed token, without a model: CPU time of the server process.
 
 A server over the tests' FakeEngine, which gives every stream one token a step, runs in its own process;
-this process reads the streams over plain sockets. Printed per number of streams: tokens a second through HTTP,
+this process reads the streams over plain sockets. Printed per number of streams: tokens/s through HTTP,
 microseconds of server CPU time per token, and what of it the fake engine takes (measured without HTTP).
 
     python benchmarks/server_overhead.py --streams 32 64 128 256

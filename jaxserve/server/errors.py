@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_REPORTED = 10
 """Errors of one body that are spelt out."""
 MAX_VALUE_CHARS = 200
-MAX_MESSAGE_CHARS = 2000
+MAX_MESSAGE_CHARS = 4000
 
 
 class HTTPProblem(JaxserveError):

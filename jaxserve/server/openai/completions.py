@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.call import Call, begin_call, collect
@@ -48,6 +47,8 @@ def completion_routes(service: GenerationService) -> APIRouter:
 
 
 async def _submit(service: GenerationService, body: CompletionRequest, call: Call) -> CompletionAnswer:
+    if body.echo and not all(isinstance(prompt, str) for prompt in body.prompt):
+        _ = service.tokenizer  # it will turn ids into text: refuse now if there is none
     params = _sampling_params(service, body)
     submission = await service.submit(
         call.id,
@@ -208,8 +209,4 @@ class CompletionAnswer:
         return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        if self._service.engine.tokenizer is None:
-            raise InvalidRequestError(
-                "echo needs a tokenizer, but this server runs without one.", param="echo"
-            )
-        return self._service.engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
