@@ -141,6 +141,10 @@ class BlockPool:
             block = self._next[block]
         return blocks
 
+    def cached_blocks(self) -> dict[bytes, int]:
+        """A copy of what can be found: key to block (for tests)."""
+        return dict(self._by_key)
+
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
         self._next[before] = after

@@ -61,8 +61,8 @@ class KVCacheManager:
     ) -> None:
         if num_blocks <= len(groups):
             raise ConfigError(
-                f"The KV cache has {num_blocks} blocks, one of them a dummy: too few for {len(groups)} groups "
-                "of layers. Give it more memory.",
+                f"The KV cache has {num_blocks} blocks, one of them a dummy: too few for {len(groups)} "
+                "groups of layers. Give it more memory.",
                 param="kv_cache_memory_bytes",
             )
         self.pool = BlockPool(num_blocks)

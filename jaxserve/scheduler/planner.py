@@ -76,8 +76,7 @@ class StepPlanner:
         """Get slots for a running request's next tokens, preempting from the end if need be.
 
         Returns:
-            The tokens it has slots for; 0 if it was itself preempted, or failed because it does not fit
-            alone.
+            The tokens it has slots for; 0 if it was itself preempted or does not fit alone (then it fails).
         """
         running = self.lifecycle.running
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_new)) is None:
@@ -85,7 +84,8 @@ class StepPlanner:
                 if self.lifecycle.preempt_last() is request:
                     return 0
             elif (num_new := self.kv_cache.num_allocatable_tokens(request)) == 0:
-                step.failed.append(self._fail_too_large(request))
+                if request.num_inflight_tokens == 0:  # else one of those may be its last
+                    step.failed.append(self._fail_too_large(request))
                 return 0
         if new_block_ids[0]:
             grown = CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens)

@@ -118,6 +118,10 @@ class Scheduler:
         """Whether to go on stepping: a request waits or runs, or ``take_outputs`` has something."""
         return bool(self._lifecycle.requests or self._outputs)
 
+    def unfinished_request_ids(self) -> list[str]:
+        """Ids of all requests that wait or run."""
+        return list(self._lifecycle.requests)
+
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Outputs that arose while a step was scheduled: requests that turned out not to fit the cache alone.
 
@@ -168,8 +172,8 @@ class Scheduler:
             )
         if not self.kv_cache.fits_alone(num_prompt):
             raise _too_long(
-                f"The prompt has {num_prompt} tokens; {self.kv_cache.describe()} is too small for it. Shorten "
-                "the prompt or give the cache more memory."
+                f"The prompt has {num_prompt} tokens; {self.kv_cache.describe()} is too small for it. "
+                "Shorten the prompt or give the cache more memory."
             )
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -257,8 +261,8 @@ class Scheduler:
         expected = next(iter(self._steps), None)
         if not expected == scheduled_id == read_id:
             raise RuntimeError(
-                f"Steps must be read in order: expected step {expected}, got the output of step {read_id} for "
-                f"step {scheduled_id}."
+                f"Steps must be read in order: expected step {expected}, got the output of step {read_id} "
+                f"for step {scheduled_id}."
             )
         return self._steps.pop(scheduled_id)
 
@@ -278,8 +282,8 @@ def _resolved_limits(config: SchedulerConfig) -> tuple[int, int]:
     if max_num_seqs > max_num_batched_tokens:
         raise ConfigError(
             f"max_num_seqs ({max_num_seqs}) is greater than max_num_batched_tokens "
-            f"({max_num_batched_tokens}): a step could not decode all its requests. Lower the first or raise the "
-            "second.",
+            f"({max_num_batched_tokens}): a step could not decode all its requests. Lower the first or raise "
+            "the second.",
             param="max_num_seqs",
         )
     return max_num_seqs, max_num_batched_tokens
