@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache: fused q, k, v product, norm and rotation of q and k, backend, output product."""
+"""Self-attention over the paged cache: one product for q, k and v, rotation, the backend, the output product."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import jax
 from flax import nnx
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.layer_vectors import LayerVectors
 from jaxserve.layers.linear import linear
+from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -21,8 +23,8 @@ def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int
     stored = max(num_kv_heads, tensor_parallel_size)
     if stored % tensor_parallel_size or stored % num_kv_heads or num_heads % stored:
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not split {num_heads} query heads and {num_kv_heads} "
-            "key/value heads evenly.",
+            f"tensor_parallel_size {tensor_parallel_size} does not split {num_heads} query heads and "
+            f"{num_kv_heads} key/value heads evenly.",
             param="tensor_parallel_size",
         )
     return stored
@@ -31,8 +33,9 @@ def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int
 class Attention(nnx.Module):
     """One layer's attention.
 
-    ``qkv`` is [M, K, G + 2, D]: per KV head its G query heads, then its key, then its value, so that splitting K
-    over devices keeps each group together. ``out`` is [K, G, D, M].
+    The weights are matrices, whose layout suits the products on every device. ``qkv`` is [M, K (G + 2) D]: per KV
+    head its G query heads, then its key, then its value, so that splitting the columns keeps each group together.
+    ``out`` is [H D, M].
     """
 
     def __init__(
@@ -43,15 +46,15 @@ class Attention(nnx.Module):
         head_size: int,
         options: AttentionOptions,
         context: LayerContext,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
         group = num_heads // num_kv_heads
-        self.qkv = context.param(
-            (hidden_size, num_kv_heads, group + 2, head_size), ("embed", "kv_heads", None, "head_dim")
-        )
-        self.out = context.param(
-            (num_kv_heads, group, head_size, hidden_size), ("kv_heads", None, "head_dim", "embed")
-        )
+        self.heads_shape = (num_kv_heads, group + 2, head_size)
+        columns = num_kv_heads * (group + 2) * head_size
+        self.qkv = context.param((hidden_size, columns), ("embed", "kv_heads"))
+        self.out = context.param((num_heads * head_size, hidden_size), ("heads", "embed"))
         self.options = options
+        self.qk_norm_eps = qk_norm_eps
         self.context = context
 
     def __call__(
@@ -60,11 +63,7 @@ class Attention(nnx.Module):
         rope: RopeAngles,
         kv_cache: jax.Array,
         metadata: AttentionMetadata,
-        *,
-        qk_norm: nnx.Module | None = None,
-        layer: int = 0,
-        qkv_bias: jax.Array | None = None,
-        out_bias: jax.Array | None = None,
+        vectors: LayerVectors,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend.
 
@@ -73,24 +72,19 @@ class Attention(nnx.Module):
             rope: the step's angles.
             kv_cache: this layer's cache.
             metadata: the step's batch.
-            qk_norm: norm of each query and key head, called with ([T, K, G + 1, D], layer).
-            layer: index of this layer, for ``qk_norm``.
-            qkv_bias: [K, G + 2, D].
-            out_bias: [M].
+            vectors: this layer's biases, and the norm of its query and key heads.
 
         Returns:
             ([T, M], the updated cache).
         """
-        qkv = linear(x, self.qkv[...], "tm,mknd->tknd", qkv_bias)
+        num_tokens = x.shape[0]
+        qkv = linear(x, self.qkv[...], "tm,mn->tn", vectors.qkv_bias).reshape(num_tokens, *self.heads_shape)
         qkv = self.context.constrain(qkv, ("tokens", "kv_heads", None, "head_dim"))
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if qk_norm is not None:
-            qk = qk_norm(qk, layer)
+        if vectors.qk_norm is not None:
+            qk = rms_norm(qk, vectors.qk_norm, self.qk_norm_eps)
         qk = rope.rotate(qk)
-        q, k = qk[:, :, :-1], qk[:, :, -1]
-        num_tokens, num_kv_heads, group, head_size = q.shape
-        attended, kv_cache = self.context.backend.update_and_attend(
-            q.reshape(num_tokens, num_kv_heads * group, head_size), k, v, kv_cache, metadata, self.options
-        )
-        attended = attended.reshape(q.shape)
-        return linear(attended, self.out[...], "tkgd,kgdm->tm", out_bias), kv_cache
+        q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
+        attended, kv_cache = self.context.backend.update_and_attend(q, k, v, kv_cache, metadata, self.options)
+        attended = attended.reshape(num_tokens, -1)
+        return linear(attended, self.out[...], "th,hm->tm", vectors.out_bias), kv_cache

@@ -1,4 +1,4 @@
-"""The dense pre-norm decoder that the Llama-like families share: they differ in config, biases, norms and windows."""
+"""The dense pre-norm decoder that the Llama-like families share; they differ in biases, norms and windows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.errors import ConfigError
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.attention import Attention, stored_kv_heads
 from jaxserve.layers.embedding import Embedding, LMHead
-from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.norm import StackedRMSNorm, rms_norm
+from jaxserve.layers.layer_vectors import LayerVectors, StackedVectors
+from jaxserve.layers.mlp import GatedMLP, check_ffn_size
+from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -24,7 +24,8 @@ class DecoderConfig:
     """A dense decoder's shape, in jaxserve's words.
 
     Args:
-        vocab_size, hidden_size, ffn_size, num_layers, num_heads, num_kv_heads, head_size: V, M, F, L, H, K, D.
+        vocab_size, hidden_size, ffn_size: V, M, F.
+        num_layers, num_heads, num_kv_heads, head_size: L, H, K, D.
         rms_norm_eps: added to the mean square.
         rope: positions to angles.
         max_position_embeddings: longest context the model was made for.
@@ -53,66 +54,58 @@ class DecoderConfig:
 
 
 class DecoderLayer(nnx.Module):
-    """The large weights of one layer; its vectors live in the decoder, stacked over the layers."""
+    """One layer: its large weights. Its vectors live in the decoder, stacked over the layers."""
 
     def __init__(self, config: DecoderConfig, num_kv_heads: int, layer: int, context: LayerContext) -> None:
         options = AttentionOptions(config.head_size**-0.5, config.sliding_windows[layer])
         self.attention = Attention(
-            config.hidden_size, config.num_heads, num_kv_heads, config.head_size, options, context
-        )
+            config.hidden_size, config.num_heads, num_kv_heads, config.head_size, options, context,
+            config.rms_norm_eps,
+        )  # fmt: skip
         self.mlp = GatedMLP(config.hidden_size, config.ffn_size, context)
+        self.eps = config.rms_norm_eps
+        self.context = context
 
-
-class LayerBiases(nnx.Module):
-    """Biases of all layers, each kind one [L, ...] array; a kind the model lacks is None."""
-
-    def __init__(self, config: DecoderConfig, num_kv_heads: int, context: LayerContext) -> None:
-        layers, hidden = config.num_layers, config.hidden_size
-        group = config.num_heads // num_kv_heads
-
-        def bias(
-            wanted: bool, shape: tuple[int, ...], axes: tuple[str | None, ...]
-        ) -> nnx.Param[jax.Array] | None:
-            return context.param((layers, *shape), ("layers", *axes), scale=0.0) if wanted else None
-
-        self.qkv = bias(
-            config.qkv_bias, (num_kv_heads, group + 2, config.head_size), ("kv_heads", None, "head_dim")
-        )
-        self.out = bias(config.out_bias, (hidden,), ("embed",))
-        self.gate_up = bias(config.mlp_bias, (2, config.ffn_size), (None, "ffn"))
-        self.down = bias(config.mlp_bias, (hidden,), ("embed",))
-
-    def of(self, kind: str, layer: int) -> jax.Array | None:
-        """One layer's bias of a kind (an attribute's name)."""
-        stacked = getattr(self, kind)
-        return None if stacked is None else stacked[layer]
+    def __call__(
+        self,
+        hidden: jax.Array,
+        rope: RopeAngles,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        vectors: LayerVectors,
+    ) -> tuple[jax.Array, jax.Array]:
+        """([T, M] residual stream after the layer, the updated cache)."""
+        normal = rms_norm(hidden, vectors.input_norm, self.eps)
+        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, vectors)
+        hidden = hidden + attended
+        normal = rms_norm(hidden, vectors.mlp_norm, self.eps)
+        hidden = hidden + self.mlp(normal, vectors.gate_up_bias, vectors.down_bias)
+        return self.context.constrain(hidden, ("tokens", "embed")), kv_cache
 
 
 class Decoder(nnx.Module):
     """Embedding, L layers of attention and feed-forward with residuals, final norm, logits."""
 
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
-        if config.ffn_size % context.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size {context.tensor_parallel_size} does not divide the feed-forward size "
-                f"{config.ffn_size}.",
-                param="tensor_parallel_size",
-            )
+        check_ffn_size(config.ffn_size, context.tensor_parallel_size)
         num_kv_heads = stored_kv_heads(config.num_heads, config.num_kv_heads, context.tensor_parallel_size)
-        group = config.num_heads // num_kv_heads
-        layers, hidden, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+        group, size = config.num_heads // num_kv_heads, config.head_size
+        layers, hidden = config.num_layers, config.hidden_size
         self.config = config
         self.context = context
         self.num_kv_heads = num_kv_heads
         self.embedding = Embedding(config.vocab_size, hidden, context)
         self.lm_head = None if config.tie_word_embeddings else LMHead(config.vocab_size, hidden, context)
-        self.input_norm = StackedRMSNorm((layers, hidden), eps, context)
-        self.mlp_norm = StackedRMSNorm((layers, hidden), eps, context)
-        self.qk_norm = (
-            StackedRMSNorm((layers, group + 1, config.head_size), eps, context) if config.qk_norm else None
+        self.vectors = StackedVectors(
+            layers,
+            hidden,
+            context,
+            qk_norm_shape=(group + 1, size) if config.qk_norm else None,
+            qkv_bias_size=num_kv_heads * (group + 2) * size if config.qkv_bias else None,
+            out_bias=config.out_bias,
+            gate_up_bias_size=2 * config.ffn_size if config.mlp_bias else None,
         )
         self.final_norm = context.param((hidden,), ("embed",), scale=0.0, mean=1.0)
-        self.biases = LayerBiases(config, num_kv_heads, context)
         self.layers = nnx.List([DecoderLayer(config, num_kv_heads, i, context) for i in range(layers)])
 
     def __call__(
@@ -128,16 +121,7 @@ class Decoder(nnx.Module):
         new_caches: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                attended, kv_cache = layer.attention(
-                    self.input_norm(hidden, i), rope, kv_caches[i], metadata,
-                    qk_norm=self.qk_norm, layer=i,
-                    qkv_bias=self.biases.of("qkv", i), out_bias=self.biases.of("out", i),
-                )  # fmt: skip
-                hidden = hidden + attended
-                hidden = hidden + layer.mlp(
-                    self.mlp_norm(hidden, i), self.biases.of("gate_up", i), self.biases.of("down", i)
-                )
-                hidden = self.context.constrain(hidden, ("tokens", "embed"))
+                hidden, kv_cache = layer(hidden, rope, kv_caches[i], metadata, self.vectors.of(i))
             new_caches.append(kv_cache)
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches
 

@@ -6,24 +6,44 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.params import LayerContext
 
 
+def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
+    """Refuse a feed-forward size that cannot be split evenly.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if ffn_size % tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the feed-forward size {ffn_size}.",
+            param="tensor_parallel_size",
+        )
+
+
 class GatedMLP(nnx.Module):
-    """Weights [M, 2, F] (gate, up) and [F, M]."""
+    """Weights [M, 2 F] and [F, M].
+
+    The first holds, per device of the tensor-parallel group, that device's columns of gate, then those of up: split
+    over the devices, each keeps matching halves.
+    """
 
     def __init__(self, hidden_size: int, ffn_size: int, context: LayerContext) -> None:
-        self.gate_up = context.param((hidden_size, 2, ffn_size), ("embed", None, "ffn"))
+        self.gate_up = context.param((hidden_size, 2 * ffn_size), ("embed", "ffn"))
         self.down = context.param((ffn_size, hidden_size), ("ffn", "embed"))
+        self.ffn_size = ffn_size
         self.context = context
 
     def __call__(
         self, x: jax.Array, gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None
     ) -> jax.Array:
-        """[T, M] to [T, M]; biases [2, F] and [M]."""
-        gate_up = linear(x, self.gate_up[...], "tm,mnf->tnf", gate_up_bias)
-        gate_up = self.context.constrain(gate_up, ("tokens", None, "ffn"))
-        gate, up = gate_up[:, 0], gate_up[:, 1]
-        activated = (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype)
-        return linear(activated, self.down[...], "tf,fm->tm", down_bias)
+        """[T, M] to [T, M]; biases [2 F], in the weight's order, and [M]."""
+        gate_up = linear(x, self.gate_up[...], "tm,mf->tf", gate_up_bias)
+        gate_up = self.context.constrain(gate_up, ("tokens", "ffn"))
+        devices = self.context.tensor_parallel_size
+        halves = gate_up.reshape(-1, devices, 2, self.ffn_size // devices).astype(jnp.float32)
+        activated = (jax.nn.silu(halves[:, :, 0]) * halves[:, :, 1]).astype(x.dtype)
+        return linear(activated.reshape(-1, self.ffn_size), self.down[...], "tf,fm->tm", down_bias)

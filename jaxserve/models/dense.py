@@ -1,8 +1,10 @@
-"""What the dense Llama-like families share: reading their config.json, and where their checkpoint tensors go."""
+"""What the dense Llama-like families share: reading config.json, and where checkpoint tensors go."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import UnsupportedModelError
@@ -10,7 +12,7 @@ from jaxserve.layers.decoder import Decoder, DecoderConfig
 from jaxserve.layers.embedding import padded_vocab_size
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.weights.weight_map import WeightSource
+from jaxserve.weights.weight_map import Index, WeightSource
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -110,26 +112,22 @@ def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size
     """Where each tensor goes. ``stored_kv_heads``: KV heads after replication."""
     vocab, hidden = config.vocab_size, config.hidden_size
     rows = padded_vocab_size(vocab, tensor_parallel_size)
+    live = slice(0, vocab)
     sources = [
-        WeightSource(
-            "model.embed_tokens.weight", (vocab, hidden), "embedding", (rows, hidden), (slice(0, vocab),)
-        ),
+        WeightSource("model.embed_tokens.weight", (vocab, hidden), "embedding", (rows, hidden), (live,)),
         WeightSource("model.norm.weight", (hidden,), "final_norm", (hidden,)),
     ]
     if not config.tie_word_embeddings:
         sources.append(
             WeightSource(
-                "lm_head.weight",
-                (vocab, hidden),
-                "lm_head",
-                (hidden, rows),
-                (..., slice(0, vocab)),
-                order=(1, 0),
+                "lm_head.weight", (vocab, hidden), "lm_head", (hidden, rows), (..., live), order=(1, 0)
             )
         )
     for layer in range(config.num_layers):
         sources += _attention_sources(config, stored_kv_heads, layer)
-        sources += _mlp_sources(config, layer)
+        sources += _mlp_sources(config, tensor_parallel_size, layer)
+        for name, target in (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm")):
+            sources.append(_stacked(f"model.layers.{layer}.{name}.weight", target, config, layer, (hidden,)))
     return sources
 
 
@@ -146,50 +144,9 @@ def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) 
     )
     copies, group = stored_kv_heads // kv_heads, heads // stored_kv_heads
     name, target = f"model.layers.{layer}.self_attn", f"layers.{layer}.attention"
-    fused = (hidden, kv_heads, copies, group + 2, size)
-    fused_bias = (config.num_layers, kv_heads, copies, group + 2, size)
-    sources: list[WeightSource] = []
-    for part, slot in (
-        ("q", slice(0, group)),
-        ("k", slice(group, group + 1)),
-        ("v", slice(group + 1, group + 2)),
-    ):
-        shared, queries = (copies, group) if part == "q" else (1, 1)
-        outputs = kv_heads * shared * queries * size
-        split = (kv_heads, shared, queries, size)
-        sources.append(
-            WeightSource(
-                f"{name}.{part}_proj.weight",
-                (outputs, hidden),
-                f"{target}.qkv",
-                fused,
-                (..., slot, slice(None)),
-                split=(*split, hidden),
-                order=(4, 0, 1, 2, 3),
-            )  # fmt: skip
-        )
-        if config.qkv_bias:
-            sources.append(
-                WeightSource(
-                    f"{name}.{part}_proj.bias",
-                    (outputs,),
-                    "biases.qkv",
-                    fused_bias,
-                    (layer, ..., slot, slice(None)),
-                    split=split,
-                )  # fmt: skip
-            )
-        if config.qk_norm and part != "v":
-            sources.append(
-                WeightSource(
-                    f"{name}.{part}_norm.weight",
-                    (size,),
-                    "qk_norm",
-                    (config.num_layers, group + 1, size),
-                    (layer, slot),
-                )  # fmt: skip
-            )
-    sources.append(
+    columns = (kv_heads, copies, group + 2, size)
+    slots = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}
+    sources = [
         WeightSource(
             f"{name}.o_proj.weight",
             (hidden, heads * size),
@@ -197,45 +154,66 @@ def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) 
             (heads * size, hidden),
             order=(1, 0),
         )
-    )
+    ]
     if config.out_bias:
-        sources.append(_stacked(f"{name}.o_proj.bias", "biases.out", config.num_layers, layer, (hidden,)))
+        sources.append(_stacked(f"{name}.o_proj.bias", "out_bias", config, layer, (hidden,)))
+    for part, slot in slots.items():
+        split = (kv_heads, copies, group, size) if part == "q" else (kv_heads, 1, 1, size)
+        outputs = math.prod(split)
+        place = (..., slot, slice(None))
+        sources.append(
+            WeightSource(
+                f"{name}.{part}_proj.weight",
+                (outputs, hidden),
+                f"{target}.qkv",
+                (hidden, *columns),
+                place,
+                split=(*split, hidden),
+                order=(4, 0, 1, 2, 3),
+            )  # fmt: skip
+        )
+        if config.qkv_bias:
+            bias = _stacked(f"{name}.{part}_proj.bias", "qkv_bias", config, layer, columns, place)
+            sources.append(replace(bias, shape=(outputs,), split=split))
+        if config.qk_norm and part != "v":
+            norm = _stacked(
+                f"{name}.{part}_norm.weight", "qk_norm", config, layer, (group + 1, size), (slot,)
+            )
+            sources.append(replace(norm, shape=(size,)))
     return sources
 
 
-def _mlp_sources(config: DecoderConfig, layer: int) -> list[WeightSource]:
-    """The feed-forward of a layer, and the layer's two norms."""
-    hidden, ffn, layers = config.hidden_size, config.ffn_size, config.num_layers
-    name, target = f"model.layers.{layer}", f"layers.{layer}.mlp"
+def _mlp_sources(config: DecoderConfig, devices: int, layer: int) -> list[WeightSource]:
+    """The feed-forward of a layer: per device its columns of gate, then those of up."""
+    hidden, ffn = config.hidden_size, config.ffn_size
+    name, target = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
+    split, columns = (devices, ffn // devices), (devices, 2, ffn // devices)
     sources = [
-        _stacked(f"{name}.input_layernorm.weight", "input_norm", layers, layer, (hidden,)),
-        _stacked(f"{name}.post_attention_layernorm.weight", "mlp_norm", layers, layer, (hidden,)),
-        WeightSource(
-            f"{name}.mlp.down_proj.weight", (hidden, ffn), f"{target}.down", (ffn, hidden), order=(1, 0)
-        ),
+        WeightSource(f"{name}.down_proj.weight", (hidden, ffn), f"{target}.down", (ffn, hidden), order=(1, 0))
     ]
+    if config.mlp_bias:
+        sources.append(_stacked(f"{name}.down_proj.bias", "down_bias", config, layer, (hidden,)))
     for slot, part in enumerate(("gate", "up")):
+        place = (..., slot, slice(None))
         sources.append(
             WeightSource(
-                f"{name}.mlp.{part}_proj.weight",
+                f"{name}.{part}_proj.weight",
                 (ffn, hidden),
                 f"{target}.gate_up",
-                (hidden, 2, ffn),
-                (slice(None), slot),
-                order=(1, 0),
+                (hidden, *columns),
+                place,
+                split=(*split, hidden),
+                order=(2, 0, 1),
             )  # fmt: skip
         )
         if config.mlp_bias:
-            sources.append(
-                WeightSource(
-                    f"{name}.mlp.{part}_proj.bias", (ffn,), "biases.gate_up", (layers, 2, ffn), (layer, slot)
-                )
-            )
-    if config.mlp_bias:
-        sources.append(_stacked(f"{name}.mlp.down_proj.bias", "biases.down", layers, layer, (hidden,)))
+            bias = _stacked(f"{name}.{part}_proj.bias", "gate_up_bias", config, layer, columns, place)
+            sources.append(replace(bias, shape=(ffn,), split=split))
     return sources
 
 
-def _stacked(name: str, target: str, layers: int, layer: int, shape: tuple[int, ...]) -> WeightSource:
-    """A vector of one layer into its row of the stacked array."""
-    return WeightSource(name, shape, target, (layers, *shape), (layer,))
+def _stacked(
+    name: str, target: str, config: DecoderConfig, layer: int, shape: tuple[int, ...], index: Index = (...,)
+) -> WeightSource:
+    """A tensor of ``shape`` into (a part, ``index``, of) its layer's row of a stacked vector."""
+    return WeightSource(name, shape, f"vectors.{target}", (config.num_layers, *shape), (layer, *index))

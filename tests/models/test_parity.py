@@ -53,6 +53,8 @@ def test_chunking_does_not_change_logits(tmp_path: Path) -> None:
 def test_the_window_matters(tmp_path: Path) -> None:
     """The windowed fixtures would notice a window that is ignored."""
     narrow = our_logits(write_tiny_checkpoint(tmp_path / "a", "mistral_window", tokenizer=False))
-    wide = our_logits(write_tiny_checkpoint(tmp_path / "b", "mistral_window", tokenizer=False, sliding_window=None))
+    wide = our_logits(
+        write_tiny_checkpoint(tmp_path / "b", "mistral_window", tokenizer=False, sliding_window=None)
+    )
     np.testing.assert_allclose(narrow[:8], wide[:8], atol=1e-4)
     assert np.abs(narrow[8:] - wide[8:]).max() > 0.1

@@ -21,7 +21,9 @@ class OracleBackend:
 
     name = "oracle"
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def kv_head_axis(self) -> int:
@@ -73,7 +75,11 @@ def one_row_metadata(start: int, num_tokens: int, padded: int, num_blocks: int) 
 
 
 def sequence_logits(
-    model: Model, params: dict[str, jax.Array], token_ids: Sequence[int], chunks: Sequence[int], cache_dtype: object
+    model: Model,
+    params: dict[str, jax.Array],
+    token_ids: Sequence[int],
+    chunks: Sequence[int],
+    cache_dtype: object,
 ) -> np.ndarray:
     """Logits [len(token_ids), V] of one sequence computed in chunks of these lengths, padded to the longest."""
     assert sum(chunks) == len(token_ids)
@@ -81,7 +87,9 @@ def sequence_logits(
     backend = OracleBackend()
     caches = [
         jnp.full(
-            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size), jnp.nan, cache_dtype
+            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
+            jnp.nan,
+            cache_dtype,
         )
         for spec in model.kv_cache_specs()
     ]

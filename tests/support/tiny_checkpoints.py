@@ -43,7 +43,12 @@ BASE_CONFIG: dict[str, Any] = {
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False, "head_dim": 32}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "use_sliding_window": False,
+    "head_dim": 32,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -61,7 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "llama_linear": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "llama_linear": LLAMA
+    | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
     "mistral": MISTRAL | {"head_dim": 24},
     "mistral_window": MISTRAL | {"sliding_window": 8, "num_attention_heads": 8},
     "qwen2": QWEN2 | {"tie_word_embeddings": True},
@@ -125,7 +131,11 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, queries)
         if config["attention_bias"]:
             shapes[f"{name}.self_attn.o_proj.bias"] = (hidden,)
-        for part, (outputs, inputs) in {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}.items():
+        for part, (outputs, inputs) in {
+            "gate": (ffn, hidden),
+            "up": (ffn, hidden),
+            "down": (hidden, ffn),
+        }.items():
             shapes[f"{name}.mlp.{part}_proj.weight"] = (outputs, inputs)
             if config["mlp_bias"]:
                 shapes[f"{name}.mlp.{part}_proj.bias"] = (outputs,)

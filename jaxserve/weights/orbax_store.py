@@ -1,0 +1,79 @@
+"""The engine-ready form on disk (fused, in the compute type, shard by shard) through Orbax, for fast restarts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.errors import CheckpointError
+from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
+
+LAYOUT_FILE = "jaxserve_layout.json"
+LAYOUT_VERSION = 1
+
+
+def save_params(folder: Path, specs: Mapping[str, ParamSpec], params: Mapping[str, jax.Array]) -> None:
+    """Write ``params``; ``folder`` must not exist yet.
+
+    Raises:
+        CheckpointError: the folder exists.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = folder.absolute()
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already: name a new folder, or remove it.")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "params", dict(params))
+    (folder / LAYOUT_FILE).write_text(json.dumps({"version": LAYOUT_VERSION, "params": _layout(specs)}))
+
+
+def restore_params(
+    folder: Path,
+    specs: Mapping[str, ParamSpec],
+    *,
+    mesh: Mesh | None = None,
+    rules: ShardingRules = DEFAULT_RULES,
+) -> dict[str, jax.Array]:
+    """Read what ``save_params`` wrote, each device its own shards; the mesh may differ from the one saved from.
+
+    Raises:
+        CheckpointError: nothing was saved there, or the saved layout is not the one ``specs`` declares (another
+            model, dtype or tensor-parallel size).
+    """
+    import orbax.checkpoint as ocp
+
+    folder = folder.absolute()
+    try:
+        saved = json.loads((folder / LAYOUT_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} holds no parameters saved by jaxserve: {error}.") from error
+    if saved.get("version") != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{folder} has layout version {saved.get('version')}; {LAYOUT_VERSION} is readable."
+        )
+    wanted = _layout(specs)
+    differing = sorted(
+        k for k in wanted.keys() | saved["params"].keys() if wanted.get(k) != saved["params"].get(k)
+    )
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{folder}: {len(differing)} parameter(s) differ from the model's; {name} is {saved['params'].get(name)} "
+            f"there and {wanted.get(name)} here."
+        )
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    targets = {name: spec.abstract(mesh, rules) for name, spec in specs.items()}
+    if mesh is None:
+        targets = {n: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=device) for n, t in targets.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "params", targets)
+
+
+def _layout(specs: Mapping[str, ParamSpec]) -> dict[str, list[object]]:
+    """Name to [dtype, shape], as JSON has it."""
+    return {name: [spec.dtype.name, list(spec.shape)] for name, spec in specs.items()}
