@@ -174,6 +174,7 @@ async def _serve(
     except OSError as error:  # another process began to listen here while the engine loaded
         raise _address_error(config.host, config.port, error) from None
     finally:
+        stop.on_first = None
         watcher.cancel()
     logger.info("Stopped.")
     return 0 if engine.errored is None else 1
