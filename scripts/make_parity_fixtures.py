@@ -129,7 +129,9 @@ PROMPT = "Paged attention keeps the keys and values of a sequence in blocks, so 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("tiny", "greedy"))
     FIXTURES.mkdir(parents=True, exist_ok=True)
     if parser.parse_args().what == "tiny":

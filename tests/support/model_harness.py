@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import Model
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -107,3 +108,30 @@ def sequence_logits(
         parts.append(np.asarray(logits)[:length])
         start += length
     return np.concatenate(parts)
+
+
+def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
+    """A step function and abstract arguments sharded over a mesh: what ahead-of-time compilation takes."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    backend = OracleBackend()
+    split = NamedSharding(mesh, PartitionSpec(*("model" if i == backend.kv_head_axis() else None for i in range(5))))
+    whole = NamedSharding(mesh, PartitionSpec())
+    caches = [
+        jax.ShapeDtypeStruct(
+            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
+            spec.dtype,
+            sharding=split,
+        )
+        for spec in model.kv_cache_specs()
+    ]
+
+    def step(params, tokens, caches, metadata):
+        hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
+        return model.logits(params, hidden), caches
+
+    metadata = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        one_row_metadata(0, num_tokens, num_tokens, num_blocks),
+    )
+    tokens = jax.ShapeDtypeStruct((num_tokens,), jnp.int32, sharding=whole)
+    return step, (model.abstract_params(mesh), tokens, caches, metadata)
