@@ -15,6 +15,7 @@ from jaxserve.server.generation import GenerationService, Submission
 from jaxserve.server.json_body import JSONRoute
 from jaxserve.server.openai.chat_prompt import chat_prompt
 from jaxserve.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.server.openai.messages import text_of
 from jaxserve.server.openai.requests import ChatCompletionRequest
 from jaxserve.server.openai.responses import (
     AssistantMessage,
@@ -181,4 +182,4 @@ class ChatAnswer:
 
     def _echo(self) -> str:
         last = self._body.messages[-1]
-        return last["content"] if self._body.echo and last["role"] == "assistant" else ""
+        return text_of(last) if self._body.echo and last["role"] == "assistant" else ""

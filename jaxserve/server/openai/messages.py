@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel
@@ -33,7 +34,7 @@ class ChatMessage(BaseModel):
 
 
 def check_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages with null fields left out and text parts joined by newlines.
+    """The messages with null fields left out; what a template does with them is the template's affair.
 
     Raises:
         InvalidRequestError: with the field's path, such as ``messages[0].content``.
@@ -65,7 +66,7 @@ def _check_message(message: Any, path: str) -> dict[str, Any]:
             raise InvalidRequestError(f"Unknown field {path}.{name[:100]}.", param=f"{path}.{name[:100]}")
     role = _check_role(fields.get("role"), path)
     if "content" in fields:
-        fields["content"] = _check_content(fields["content"], f"{path}.content")
+        _check_content(fields["content"], f"{path}.content")
     elif role == "assistant":
         fields["content"] = ""
     else:
@@ -86,16 +87,16 @@ def _check_role(role: Any, path: str) -> str:
     return role
 
 
-def _check_content(content: Any, path: str) -> str:
+def _check_content(content: Any, path: str) -> None:
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise InvalidRequestError(f"{path} must be a string or a list of text parts.", param=path)
-    parts = cast("list[Any]", content)
-    return "\n".join(_check_part(part, f"{path}[{index}]") for index, part in enumerate(parts))
+    for index, part in enumerate(cast("list[Any]", content)):
+        _check_part(part, f"{path}[{index}]")
 
 
-def _check_part(part: Any, path: str) -> str:
+def _check_part(part: Any, path: str) -> None:
     if not isinstance(part, dict):
         raise InvalidRequestError(
             f"{path} must be an object such as {{'type': 'text', 'text': '…'}}.", param=path
@@ -107,7 +108,11 @@ def _check_part(part: Any, path: str) -> str:
             f"{path}.type {repr(kind)[:100]} is not supported: this model takes text only.",
             param=f"{path}.type",
         )
-    text = fields.get("text")
-    if not isinstance(text, str):
+    if not isinstance(fields.get("text"), str):
         raise InvalidRequestError(f"{path}.text must be a string.", param=f"{path}.text")
-    return text
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """A checked message's content as one text."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
