@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+from jaxserve.errors import ConfigError
+
 LEVELS = ("debug", "info", "warning", "error")
 LOG_LEVEL_VARIABLE = "JAXSERVE_LOG_LEVEL"
 _ROOMS = {"jaxserve": 1, "pallas_kernels": 0, "sharding": 0}
@@ -26,9 +28,16 @@ class ShortFormatter(logging.Formatter):
 
 
 def log_level(given: str | None = None) -> str:
-    """The level in force: ``given``, else the environment's JAXSERVE_LOG_LEVEL, else info."""
+    """The level in force: ``given``, else the environment's JAXSERVE_LOG_LEVEL, else info.
+
+    Raises:
+        ConfigError: it is no level.
+    """
     level = (given or os.environ.get(LOG_LEVEL_VARIABLE) or "info").lower()
-    return level if level in LEVELS else "info"
+    if level not in LEVELS:
+        source = "log_level" if given else LOG_LEVEL_VARIABLE
+        raise ConfigError(f"{source} is {level!r}; it must be one of {', '.join(LEVELS)}.", param="log_level")
+    return level
 
 
 def configure_logging(level: str | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from jaxserve.config.cli_flags import normalise_flags
 from jaxserve.errors import JaxserveError
-from jaxserve.logs import log_level
+from jaxserve.logs import LOG_LEVEL_VARIABLE
 from jaxserve.version import __version__
 
 COMMANDS = {
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except JaxserveError as error:
-        if log_level() == "debug":
+        if os.environ.get(LOG_LEVEL_VARIABLE, "").lower() == "debug":
             raise
         print(f"jaxserve {given[0]}: error: {error}", file=sys.stderr)
         return 1

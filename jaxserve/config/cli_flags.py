@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
-
-from jaxserve.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ SIZE_SUFFIXES = {
 
 
 BACKSLASH_BAR = "\\|"
+_SIZE = re.compile(r"(-?[0-9]{1,30}(?:\.[0-9]{1,30})?)([a-zA-Z]?)")
 
 
 def parse_size(text: str) -> int:
@@ -40,18 +41,11 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: not a size, or no whole number.
     """
-    text = text.strip()
-    suffix = text[-1:] if text[-1:].isalpha() else ""
-    if suffix not in SIZE_SUFFIXES:
-        raise ValueError(
-            f"unknown suffix {suffix!r}; use one of k, m, g, t (powers of 1000) or K, M, G, T (of 1024)"
-        )
-    number = text[: len(text) - len(suffix)]
-    try:
-        exact = int(number) if suffix == "" else float(number) * SIZE_SUFFIXES[suffix]
-    except ValueError:
-        raise ValueError(f"{text!r} is not a size such as 4096, 8k or 2G") from None
-    if exact != int(exact):
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in SIZE_SUFFIXES:
+        raise ValueError(f"{text!r} is not a size such as 4096, 8k (8000), 8K (8192) or 2G")
+    exact = Fraction(match[1]) * SIZE_SUFFIXES[match[2]]
+    if exact.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
     return int(exact)
 
@@ -211,8 +205,3 @@ def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
 
 def _first_line(config: type[Any]) -> str:
     return (config.__doc__ or "").strip().splitlines()[0]
-
-
-def flag_error(error: ConfigError) -> str:
-    """``error`` as the command line says it: the flag's name in front if the error names a field."""
-    return f"{flag_name(error.param)}: {error.message}" if error.param else str(error)
