@@ -138,6 +138,10 @@ class ModelRunner(Protocol):
         """Dispatch one step without waiting for it. Steps run in the order of the calls."""
         ...
 
+    def recover(self) -> None:
+        """After a step failed: start again without requests, with an empty cache."""
+        ...
+
     def num_compilations(self) -> int:
         """Compilations since ``initialize`` returned: 0 in a healthy engine."""
         ...

@@ -1,9 +1,9 @@
 """Blocked attention in plain XLA: the CPU's implementation, and the portable one of GPUs that have no kernel.
 
 Central idea: work is cut into tiles whose number is dynamic, so that cost follows the live context and not the
-padded one. Decoding rows are sorted by length and taken ``ROW_TILE`` at a time; each tile walks the context of its
-longest row. Other rows are cut into tiles of ``QUERY_TILE`` queries, each of which walks its own visible context.
-Both walk ``KV_TILE`` keys at absolute positions in order with an online softmax in float32, so a row's result does
+padded one. Single queries (decoding rows; in steps of up to ``QUERY_TILE`` tokens every token) are sorted by context
+and taken ``ROW_TILE`` at a time; each tile walks the context of its longest. Longer rows of larger steps are cut into
+tiles of ``QUERY_TILE`` queries, each of which walks its own visible context. Both walk ``KV_TILE`` keys at absolute positions in order with an online softmax in float32, so a row's result does
 not depend on the other rows: what lies beyond its own end adds exact zeros.
 """
 
@@ -42,14 +42,17 @@ def blocked_attention(
     Returns:
         [T, H, D] in q's type; zero for padding tokens.
     """  # fmt: skip
-    num_rows = metadata.seq_lens.shape[0]
+    num_tokens = q.shape[0]
     walk = _Walk(kv_cache, options, sinks, q.shape[1])
-    out = _decode_rows(q[:num_rows], walk, metadata)
-    out = jnp.concatenate([out, jnp.zeros((q.shape[0] - num_rows, *q.shape[1:]), q.dtype)])
-    if q.shape[0] > 1:
-        # A step of one token has only a decoding row; every other shape can hold rows with several queries.
-        out = _query_tiles(q, out, walk, metadata)
-    return out
+    if num_tokens <= QUERY_TILE:
+        # A small step: one path compiles in half the time, and there is little context to share between its queries.
+        lengths = jnp.where(jnp.arange(num_tokens) < metadata.query_start_loc[-1], metadata.positions + 1, 0)
+        return _single_queries(q, lengths, metadata.block_tables[metadata.row_ids], walk)
+    num_rows = metadata.seq_lens.shape[0]
+    lengths = jnp.where(jnp.arange(num_rows) < metadata.distribution[0], metadata.seq_lens, 0)
+    out = _single_queries(q[:num_rows], lengths, metadata.block_tables, walk)
+    out = jnp.concatenate([out, jnp.zeros((num_tokens - num_rows, *q.shape[1:]), q.dtype)])
+    return _query_tiles(q, out, walk, metadata)
 
 
 class _Walk:
@@ -109,20 +112,18 @@ class _Walk:
         return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
 
 
-def _decode_rows(q: jax.Array, walk: _Walk, metadata: AttentionMetadata) -> jax.Array:
-    """q: [R, H, D], row r's query at index r -> [R, H, D]; zero for rows that do not decode."""
-    num_rows, num_heads, head_size = q.shape
-    decoding = jnp.arange(num_rows) < metadata.distribution[0]
-    lengths = jnp.where(decoding, metadata.seq_lens, 0)
+def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk) -> jax.Array:
+    """N independent queries: q [N, H, D], context lengths [N] (0: none), tables [N, B] -> [N, H, D]."""
+    num_queries, num_heads, head_size = q.shape
     order = jnp.argsort(-lengths)
     rank = jnp.argsort(order)
-    tile_rows = min(ROW_TILE, num_rows)
-    pad = -num_rows % tile_rows
+    tile_rows = min(ROW_TILE, num_queries)
+    num_tiles = (jnp.sum(lengths > 0) + tile_rows - 1) // tile_rows
+    pad = -num_queries % tile_rows
     order = jnp.pad(order, (0, pad))
-    lengths = jnp.pad(lengths[order[:num_rows]], (0, pad))
-    tables = walk.pad_tables(metadata.block_tables[order])
+    lengths = jnp.pad(lengths[order[:num_queries]], (0, pad))
+    tables = walk.pad_tables(tables[order])
     qg = q.astype(jnp.float32)[order].reshape(-1, walk.num_kv_heads, walk.group, head_size) * walk.options.scale
-    num_tiles = (metadata.distribution[0] + tile_rows - 1) // tile_rows
 
     def row_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * tile_rows
@@ -151,8 +152,8 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
-        # Slots beyond a row's end were never written and may hold NaN; 0 * NaN is NaN.
-        v = jnp.where((keys <= queries)[:, None, :, None], v, 0.0)
+        # An invisible slot may be another row's by now, or never written and NaN; 0 * NaN is NaN.
+        v = jnp.where(mask[:, :, 0, :, None], v, 0.0)
         added = jnp.einsum("rkgs,rksd->rkgd", weights, v)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
@@ -201,6 +202,8 @@ def _walk_queries(
     end = first_position + live  # one past the last live query: no key at or after it exists
     last = (end + walk.tile - 1) // walk.tile
     first = walk.first_tile(first_position)
+    window = walk.options.sliding_window
+    seen_from = 0 if window is None else first_position - window + 1
 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, acc = carry
@@ -214,7 +217,7 @@ def _walk_queries(
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
-        v = jnp.where((keys < end)[:, None], v, 0.0)
+        v = jnp.where(((keys >= seen_from) & (keys < end))[:, None], v, 0.0)
         flat = weights.reshape(walk.num_kv_heads, walk.group * tile_q, walk.tile)
         added = jnp.einsum("kqs,ksd->kqd", flat, v).reshape(acc.shape)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added

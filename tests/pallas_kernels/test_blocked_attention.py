@@ -22,6 +22,8 @@ CASES = {
     "mixed": dict(rows=[(40, 1), (129, 1), (1, 1), (90, 90), (200, 33), (5, 2)]),
     "many rows": dict(rows=[(1 + 13 * i % 190, 1) for i in range(20)]),
     "no rows": dict(rows=[]),
+    "a large step with short rows": dict(rows=[(30, 1), (7, 7), (3, 2), (64, 64)]),
+    "a small step of mixed rows": dict(rows=[(30, 1), (1, 1), (150, 9), (6, 6), (20, 3)]),
 }
 
 

@@ -1,0 +1,138 @@
+"""EngineCore: the step loop. Schedule, dispatch, read; it knows neither text nor HTTP nor JAX."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from jaxserve.config import EngineConfig
+from jaxserve.request import Request
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.step import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    FinishReason,
+    ModelRunner,
+    ModelRunnerOutput,
+    PendingStep,
+    SchedulerOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+STEP_FAILED = "The engine failed in a step that held this request. The server goes on; try again."
+
+
+class EngineCore:
+    """One scheduler and one runner. One thread calls everything.
+
+    Central idea: with asynchronous scheduling two steps are in flight. The next one is scheduled and dispatched
+    before the last one's tokens are read, so the device never waits for the host.
+
+    Args:
+        config: with the platform's defaults filled in.
+        runner: initialized here.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        started = time.monotonic()
+        self.runner = runner
+        info = runner.initialize()
+        self.scheduler = Scheduler(
+            config.scheduler_config,
+            config.cache_config,
+            info.kv_cache_groups,
+            info.num_blocks,
+            info.block_size,
+            info.max_model_len,
+        )
+        self._depth = 2 if config.scheduler_config.async_scheduling else 1
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self.info = EngineInfo(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            kv_cache_tokens=(info.num_blocks - 1) * info.block_size,
+            num_programs=info.num_programs,
+            device=info.device,
+            startup_seconds={"total": time.monotonic() - started},
+        )
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run here.
+            QueueFullError: too many requests wait.
+        """
+        self.scheduler.add_request(Request(request, self.info.max_model_len))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; no output follows."""
+        self.scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would do anything."""
+        return bool(self._in_flight) or self.scheduler.has_work()
+
+    def step(self) -> EngineCoreOutputs:
+        """Dispatch the next step, then read the oldest one if enough are in flight (or nothing was dispatched)."""
+        outputs: list[EngineCoreOutput] = []
+        step = self.scheduler.schedule(time.monotonic())
+        dispatched = bool(step.num_scheduled_tokens)
+        try:
+            if dispatched:
+                self._in_flight.append((step, self.runner.execute(step)))
+            if self._in_flight and (len(self._in_flight) >= self._depth or not dispatched):
+                outputs = self._read_oldest()
+        except Exception:
+            logger.exception("A step failed; its requests fail with it")
+            outputs = self._fail_in_flight(step if dispatched else None)
+        outputs += self.scheduler.take_outputs()
+        stats = self.scheduler.stats()
+        stats.num_compilations = self.runner.num_compilations()
+        return EngineCoreOutputs(outputs, stats, time.monotonic())
+
+    def _read_oldest(self) -> list[EngineCoreOutput]:
+        step, pending = self._in_flight[0]
+        result = pending.result()
+        self._in_flight.popleft()
+        return self.scheduler.update_from_output(step, result)
+
+    def _fail_in_flight(self, newest: SchedulerOutput | None) -> list[EngineCoreOutput]:
+        """Fail the requests of every step in flight: they share the device's state, which is made anew.
+
+        Running requests that were in none of these steps lose their cached keys and values too, and fail likewise;
+        waiting ones go on.
+        """
+        steps = [step for step, _ in self._in_flight]
+        if newest is not None and newest not in steps:
+            steps.append(newest)  # it never got as far as being dispatched
+        self._in_flight.clear()
+        outputs: list[EngineCoreOutput] = []
+        for step in steps:
+            failed = dict.fromkeys(step.num_scheduled_tokens, STEP_FAILED)
+            outputs += self.scheduler.update_from_output(step, ModelRunnerOutput(step.step_id, failed=failed))
+        running = [request.request_id for request in self.scheduler.running]
+        outputs += self.scheduler.fail_requests(running, STEP_FAILED)
+        self.scheduler.reset_prefix_cache()
+        self.runner.recover()
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the device's memory. Nothing may be called afterwards."""
+        self._in_flight.clear()
+        self.runner.close()
+
+
+def rejected(request_id: str, message: str) -> EngineCoreOutput:
+    """The output of a request that the core could not admit."""
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=message)

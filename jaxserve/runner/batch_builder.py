@@ -1,0 +1,125 @@
+"""BatchBuilder: from the scheduler's rows to one padded buffer for the device, by numpy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.runner.buckets import Bucket, BucketTable
+from jaxserve.runner.input_batch import InputBatch, TablePatches
+from jaxserve.runner.step_layout import FROM_DEVICE, StepLayout
+from jaxserve.sampling.metadata import COLUMN, make_table, step_features
+from jaxserve.step import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step, ready to be sent.
+
+    ``rows`` are the persistent rows in batch order; ``starts`` where each row's tokens begin, one more than rows.
+    """
+
+    bucket: Bucket
+    buffer: np.ndarray
+    request_ids: list[str]
+    rows: np.ndarray
+    starts: np.ndarray
+    features: int
+    early_patches: TablePatches
+    """Block table entries that do not fit into the step's buffer: to be set before it."""
+
+
+class BatchBuilder:
+    """Builds buffers in the shapes of the bucket table."""
+
+    def __init__(self, table: BucketTable, block_size: int, max_num_seqs: int) -> None:
+        self.table = table
+        self.max_num_seqs = max_num_seqs
+        self.layouts = {bucket: StepLayout(bucket, block_size, max_num_seqs) for bucket in table.buckets}
+
+    def padding(self, bucket: Bucket) -> np.ndarray:
+        """A buffer without a single live row: writes nothing, samples nothing. For warm-up."""
+        layout = self.layouts[bucket]
+        buffer = np.zeros(layout.size, np.int32)
+        fields = layout.split(buffer)
+        fields["row_index"][:] = self.max_num_seqs
+        fields["patch_rows"][:] = self.max_num_seqs
+        fields["sampling"][:] = make_table(self.max_num_seqs)[-1]
+        return buffer
+
+    def build(self, batch: InputBatch, step: SchedulerOutput) -> StepBatch:
+        """Pad the scheduled rows; advances ``num_computed_tokens`` of each by what is scheduled, never by a pad."""
+        request_ids = list(step.num_scheduled_tokens)
+        num_rows = len(request_ids)
+        rows = np.fromiter(map(batch.row_of.__getitem__, request_ids), np.int32, num_rows)
+        counts = np.fromiter(step.num_scheduled_tokens.values(), np.int32, num_rows)
+        starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        num_tokens = int(starts[-1])
+        bucket = self.table.smallest(num_tokens, num_rows)
+        layout = self.layouts[bucket]
+        buffer = np.empty(layout.size, np.int32)
+        fields = layout.split(buffer)
+        computed = batch.num_computed_tokens[rows]
+        self._write_tokens(fields["token_ids"], batch, step, request_ids, rows, computed, starts)
+        fields["query_start_loc"][: num_rows + 1] = starts
+        fields["query_start_loc"][num_rows + 1 :] = num_tokens
+        fields["num_computed_tokens"][:num_rows] = computed
+        fields["num_computed_tokens"][num_rows:] = 0
+        fields["row_index"][:num_rows] = rows
+        fields["row_index"][num_rows:] = self.max_num_seqs
+        fields["distribution"][:] = (step.num_decode_rows, step.num_decode_rows, num_rows)
+        self._write_sampling(fields["sampling"], batch, step, request_ids, rows, computed + counts)
+        features = int(step_features(fields["sampling"]))
+        fields["step_features"][0] = features
+        early = self._write_patches(fields, layout, batch.patches.take())
+        batch.num_computed_tokens[rows] += counts
+        return StepBatch(bucket, buffer, request_ids, rows, starts, features, early)
+
+    def _write_tokens(
+        self, out: np.ndarray, batch: InputBatch, step: SchedulerOutput, request_ids: list[str], rows: np.ndarray,
+        computed: np.ndarray, starts: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Token ids the host knows; ``FROM_DEVICE`` where the row's last sampled token is meant; 0 for padding."""
+        num_decode = step.num_decode_rows
+        out[:num_decode] = FROM_DEVICE
+        out[starts[-1] :] = 0
+        known = computed < batch.num_known_tokens[rows]
+        known[num_decode:] = True
+        for index in np.flatnonzero(known):
+            state = batch.states[request_ids[index]]
+            begin, first, last = computed[index], starts[index], starts[index + 1]
+            tokens = state.token_ids[begin : begin + last - first]
+            out[first : first + len(tokens)] = tokens
+            out[first + len(tokens) : last] = FROM_DEVICE
+
+    def _write_sampling(
+        self, out: np.ndarray, batch: InputBatch, step: SchedulerOutput, request_ids: list[str], rows: np.ndarray,
+        positions: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Parameters of the rows that sample; the padding row for all others."""
+        num_rows, num_decode = len(rows), step.num_decode_rows
+        sampling_rows = np.full(len(out), self.max_num_seqs, np.int32)
+        sampling_rows[:num_decode] = rows[:num_decode]
+        samples = step.samples
+        for index in range(num_decode, num_rows):
+            if request_ids[index] in samples:
+                sampling_rows[index] = rows[index]
+        np.take(batch.sampling, sampling_rows, axis=0, out=out)
+        out[:num_rows, COLUMN["positions"]] = positions
+
+    def _write_patches(
+        self, fields: dict[str, np.ndarray], layout: StepLayout, patches: TablePatches
+    ) -> TablePatches:
+        """The newest entries travel with the step; the overflow is returned."""
+        overflow = max(0, len(patches.rows) - layout.num_patches)
+        early = TablePatches(patches.rows[:overflow], patches.columns[:overflow], patches.blocks[:overflow])
+        num = len(patches.rows) - overflow
+        fields["patch_rows"][:num] = patches.rows[overflow:]
+        fields["patch_rows"][num:] = self.max_num_seqs  # out of range: dropped
+        fields["patch_columns"][:num] = patches.columns[overflow:]
+        fields["patch_columns"][num:] = 0
+        fields["patch_blocks"][:num] = patches.blocks[overflow:]
+        fields["patch_blocks"][num:] = 0
+        return early

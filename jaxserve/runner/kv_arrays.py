@@ -1,0 +1,101 @@
+"""Sizing the KV cache from the device's memory and the compiled programs' own needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxserve.config import CacheConfig
+from jaxserve.errors import OutOfMemoryError
+from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
+
+MIB = 1 << 20
+PROGRAM_RESERVE = 256 * MIB
+"""Device memory left for the programs' code and the allocator's fragmentation."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What one device has, in bytes. ``total`` is what the process may use."""
+
+    total: int
+    in_use: int
+    program_temporaries: int
+
+    @property
+    def for_cache(self) -> int:
+        return self.total - self.in_use - self.program_temporaries - PROGRAM_RESERVE
+
+
+def single_group(specs: list[KVCacheSpec]) -> KVCacheGroup:
+    """All layers under one block table.
+
+    Layers of one window free blocks behind it; where windows differ, the table serves the layer that sees most, and
+    the others mask.
+    """
+    windows = [spec.sliding_window for spec in specs]
+    widest = None if None in windows else max(w for w in windows if w is not None)
+    first = specs[0]
+    spec = KVCacheSpec(first.num_kv_heads, first.head_size, first.dtype, first.dtype_bytes, widest)
+    return KVCacheGroup(tuple(range(len(specs))), spec)
+
+
+def bytes_per_block(specs: list[KVCacheSpec], block_size: int) -> int:
+    """Bytes one block takes over all layers."""
+    return sum(spec.bytes_per_block(block_size) for spec in specs)
+
+
+def device_budget(device: jax.Device, share: float, program_temporaries: int) -> MemoryBudget | None:
+    """The device's memory, or None where it does not tell (CPU)."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if not limit:
+        return None
+    reservable = stats.get("bytes_reservable_limit") or limit
+    return MemoryBudget(min(limit, int(max(limit, reservable) * share)), stats["bytes_in_use"], program_temporaries)
+
+
+def choose_num_blocks(
+    config: CacheConfig, budget: MemoryBudget | None, block_bytes: int, block_size: int, max_model_len: int | None
+) -> int:
+    """Blocks of the pool, the dummy included.
+
+    Args:
+        config: resolved: on CPU ``kv_cache_memory_bytes`` is set.
+        budget: None where the device does not tell its memory.
+        block_bytes: of one block over all layers.
+        block_size: tokens a block.
+        max_model_len: tokens of the longest request, which must fit; None takes what there is.
+
+    Raises:
+        OutOfMemoryError: saying by how much it does not fit, and what to lower.
+    """
+    needed = 2 if max_model_len is None else -(-max_model_len // block_size) + 1
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks, source = config.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+    elif budget is not None:
+        num_blocks, source = budget.for_cache // block_bytes, "gpu_memory_utilization"
+    else:
+        raise OutOfMemoryError(
+            "This device does not report its memory; set --kv-cache-memory-bytes.", param="kv_cache_memory_bytes"
+        )
+    if num_blocks >= needed:
+        return num_blocks
+    have, want = max(0, num_blocks) * block_bytes, needed * block_bytes
+    used = ""
+    if source == "gpu_memory_utilization" and budget is not None:
+        used = (
+            f" Of {budget.total / MIB:,.0f} MiB allowed, weights and state take {budget.in_use / MIB:,.0f} and "
+            f"programs {budget.program_temporaries / MIB:,.0f}."
+        )
+    longest = max(0, num_blocks - 1) * block_size
+    raise OutOfMemoryError(
+        f"The KV cache gets {have / MIB:,.1f} MiB from {source}, but one request of "
+        f"{(needed - 1) * block_size:,} tokens needs {want / MIB:,.1f} MiB: {(want - have) / MIB:,.1f} MiB are missing."
+        f"{used} Lower --max-model-len to {longest:,} or less (or set it to auto), lower --max-num-batched-tokens, or "
+        f"raise {source}.",
+        param=source,
+    )

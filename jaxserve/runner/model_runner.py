@@ -1,0 +1,386 @@
+"""JaxModelRunner: the device side. Holds weights, caches and programs, and turns a SchedulerOutput into one dispatch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, OutOfMemoryError
+from jaxserve.models import Model, build
+from jaxserve.runner.batch_builder import BatchBuilder, StepBatch
+from jaxserve.runner.buckets import BucketTable
+from jaxserve.runner.compilation import CompilationCounter, use_persistent_cache
+from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
+from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
+from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
+from jaxserve.runner.programs import ProgramShapes, StepPrograms, StepVariant
+from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
+from jaxserve.sampling.metadata import Feature, set_masked
+from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
+from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
+from jaxserve.weights.loader import load_params
+from jaxserve.weights.resolve import ModelFiles, resolve_model
+from pallas_kernels.dispatch import attention_backend
+
+logger = logging.getLogger(__name__)
+
+
+class JaxModelRunner:
+    """One model on this process's devices. One thread calls everything.
+
+    Args:
+        config: with the platform's defaults filled in (``EngineConfig.with_defaults_for``).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.platform = jax.default_backend()
+        self.counter = CompilationCounter()
+        self.startup_seconds: dict[str, float] = {}
+
+    # --- start ----------------------------------------------------------------------------------------------
+
+    def initialize(self) -> RunnerInfo:
+        """Load, size, compile, warm up.
+
+        Raises:
+            ConfigError, CheckpointError, ModelNotFoundError: saying what is wrong with what the user asked for.
+        """
+        config = self.config
+        if config.parallel_config.tensor_parallel_size > 1:
+            raise ConfigError(
+                "tensor_parallel_size > 1 is not supported yet; use 1.", param="tensor_parallel_size"
+            )
+        use_persistent_cache(config.compilation_config.compile_cache_dir)
+        self.files = resolve_model(
+            config.model_config.model,
+            config.model_config.revision,
+            weights=config.model_config.load_format != "dummy",
+        )
+        hf_config = {**self.files.config, **config.model_config.hf_overrides}
+        self.backend = attention_backend(self.platform)
+        self.dtype = self._compute_dtype(hf_config)
+        self.model: Model = build(hf_config, self.backend, self.dtype)
+        self._load_weights(self.files)
+        self._size_and_compile()
+        self._warm_up()
+        self.counter.start()
+        return self.info
+
+    def _compute_dtype(self, hf_config: dict[str, Any]) -> Any:
+        name = self.config.model_config.dtype
+        if name == "auto":
+            if self.platform == "cpu":
+                return jnp.dtype("float32")  # XLA's bfloat16 products are several times slower on CPUs
+            name = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+        return jnp.dtype(name)
+
+    def _load_weights(self, files: ModelFiles) -> None:
+        started = time.monotonic()
+        model = self.config.model_config
+        size = self.model.param_bytes() / (1 << 20)
+        if model.load_format == "dummy":
+            logger.info("Making %.0f MiB of random weights", size)
+            from jaxserve.weights.dummy import dummy_params
+
+            self.params = dummy_params(self.model.specs, seed=model.seed)
+        else:
+            if model.load_format not in ("auto", {"hf": "safetensors", "gguf": "gguf"}[files.format]):
+                raise ConfigError(
+                    f"load_format is {model.load_format!r}, but {files.path} holds {files.format} weights.",
+                    param="load_format",
+                )
+            logger.info("Loading %s (%.0f MiB as %s)", files.path.name, size, self.dtype.name)
+            self.params = load_params(self.model.specs, self.model.weight_map, files)
+        jax.block_until_ready(self.params)
+        self._note("weights", started)
+
+    def _note(self, phase: str, started: float) -> None:
+        seconds = time.monotonic() - started
+        self.startup_seconds[phase] = round(seconds, 3)
+        logger.info("%s: %.1f s", phase.capitalize(), seconds)
+
+    def _size_and_compile(self) -> None:
+        """Choose the cache's size and compile for it.
+
+        The cache's size is part of the programs, and their temporaries limit the cache: so the largest program is
+        compiled first, for a cache as large as if programs needed nothing, to learn what it needs.
+        """
+        started = time.monotonic()
+        config, scheduler = self.config, self.config.scheduler_config
+        assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and config.cache_config.block_size
+        self.max_num_seqs, self.block_size = scheduler.max_num_seqs, config.cache_config.block_size
+        self.builder = BatchBuilder(
+            BucketTable.build(scheduler.max_num_batched_tokens, self.max_num_seqs), self.block_size, self.max_num_seqs
+        )
+        cache_dtype = config.cache_config.kv_cache_dtype
+        self.cache_dtype = self.dtype if cache_dtype == "auto" else jnp.dtype(cache_dtype)
+        self.specs = self.model.kv_cache_specs(self.cache_dtype.name)
+        num_blocks = self._num_blocks(0)
+        if config.cache_config.num_gpu_blocks_override is None and config.cache_config.kv_cache_memory_bytes is None:
+            programs = self._programs(num_blocks)
+            largest = StepVariant(self.builder.table.buckets[-1], False)
+            analysis = programs.lower_step(largest).compile().memory_analysis()
+            temporaries = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            num_blocks = self._num_blocks(temporaries)
+        self.programs = self._programs(num_blocks)
+        self.num_blocks = num_blocks
+        total = [0]
+
+        def progress(done: int, programs: int) -> None:
+            total[0] = programs
+            if done == programs or done % 4 == 0:
+                logger.info("Compiled %d of %d programs", done, programs)
+
+        self.programs.compile(progress)
+        self.num_programs = total[0]
+        self._note("compilation", started)
+
+    def _num_blocks(self, temporaries: int) -> int:
+        """Blocks for the given program temporaries; also settles ``max_model_len``."""
+        cache = self.config.cache_config
+        asked = self.config.model_config.max_model_len
+        longest = self.model.max_position_embeddings
+        if isinstance(asked, int) and asked > longest:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the model was made for {longest} tokens. Lower it.",
+                param="max_model_len",
+            )
+        wanted = None if asked == "auto" else (asked or longest)
+        budget = device_budget(jax.local_devices()[0], cache.gpu_memory_utilization, temporaries)
+        if budget is not None:
+            state = state_bytes(self.max_num_seqs, self.model.vocab_size)
+            budget = replace(budget, in_use=budget.in_use + state)
+        block_bytes = bytes_per_block(self.specs, self.block_size)
+        num_blocks = choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted)
+        if wanted is None:
+            wanted = min(longest, (num_blocks - 1) * self.block_size)
+            if wanted < 2:
+                raise OutOfMemoryError("No block of KV cache fits. Give the cache more memory.")
+        self.max_model_len = wanted
+        return num_blocks
+
+    def _programs(self, num_blocks: int) -> StepPrograms:
+        vocab = self.model.vocab_size
+        max_logprobs = self.config.model_config.max_logprobs
+        shapes = ProgramShapes(
+            max_num_seqs=self.max_num_seqs,
+            vocab_size=vocab,
+            max_logprobs=vocab if max_logprobs < 0 else min(max_logprobs, vocab),
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_blocks_per_row=-(-self.max_model_len // self.block_size),
+            kv_cache_shapes=tuple(
+                self.backend.kv_cache_shape(num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+                for spec in self.specs
+            ),
+            kv_cache_dtype=self.cache_dtype,
+        )
+        # A branch costs an accelerator a round trip to the host or a copy: there, greedy steps have their own program.
+        variants = (False,) if self.platform == "cpu" else (False, True)
+        return StepPrograms(self.model, self.builder, shapes, self.params, variants)
+
+    def _warm_up(self) -> None:
+        """Allocate the state and run every program once on padding, with the arguments of serving."""
+        started = time.monotonic()
+        compiled = self.programs.compiled
+        self.state = self.programs.shapes.allocate_state()
+        for key, program in compiled.items():
+            if isinstance(key, StepVariant):
+                output, self.state = program(self.params, self.state, self._put(self.builder.padding(key.bucket)))
+                hidden = compiled["slice_hidden", key.bucket.num_tokens](output.hidden, self._put(np.int32(0)))
+        score_ids = self._put(np.zeros(SCORE_CHUNK, np.int32))
+        jax.block_until_ready(compiled["score"](self.params, hidden, score_ids))
+        self._patch(TablePatches([self.max_num_seqs], [0], [0]))
+        row = np.int32(self.max_num_seqs)
+        self._change_sampler("reset_row", row)
+        self._change_sampler("add_history", row, np.full(HISTORY_CHUNK, -1, np.int32), np.int32(0))
+        self._set_masks([])
+        self._change_sampler(
+            "set_bias_row", row, np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+        )
+        jax.block_until_ready(self.state)
+        self.batch = InputBatch(self.max_num_seqs, self.model.vocab_size)
+        self._note("warm-up", started)
+        tokens = (self.num_blocks - 1) * self.block_size
+        cache_bytes = self.num_blocks * bytes_per_block(self.specs, self.block_size)
+        logger.info(
+            "KV cache: %s tokens in %d blocks of %d (%.0f MiB), %.1f requests of %s tokens",
+            f"{tokens:,}", self.num_blocks - 1, self.block_size, cache_bytes / (1 << 20),
+            tokens / self.max_model_len, f"{self.max_model_len:,}",
+        )  # fmt: skip
+        self.info = RunnerInfo(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.vocab_size,
+            kv_cache_groups=[single_group(self.specs)],
+            kv_cache_bytes=cache_bytes,
+            num_programs=self.num_programs,
+            device=f"{jax.local_devices()[0].device_kind} ({self.platform})",
+        )
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep:
+        """Dispatch one step without waiting for it."""
+        batch = self.batch
+        for request_id in (*scheduler_output.preempted_request_ids, *scheduler_output.finished_request_ids):
+            batch.remove(request_id)
+        for request in scheduler_output.new_requests:
+            self._prepare_sampler(batch.add(request))
+        for request in scheduler_output.cached_requests:
+            batch.extend(request)
+        if batch.masked:
+            self._update_masks(scheduler_output)
+        step = self.builder.build(batch, scheduler_output)
+        self._patch(step.early_patches)
+        greedy_only = len(self.programs.variants) > 1 and step.features == Feature.NONE
+        program = self.programs.compiled[StepVariant(step.bucket, greedy_only)]
+        output, self.state = program(self.params, self.state, self._put(step.buffer))
+        dispatched = DispatchedStep(
+            step_id=scheduler_output.step_id,
+            sampled=output.sampled,
+            sampling_rows=self._sampling_rows(step, scheduler_output),
+            num_logprobs=self._num_logprobs(step),
+            prompts=self._score_prompts(step, output.hidden) if batch.scoring_prompt else [],
+            on_tokens=self._read_tokens,
+        )
+        dispatched.start_copies()
+        return dispatched
+
+    def _put(self, value: Any) -> jax.Array:
+        return jax.device_put(value)
+
+    def _patch(self, patches: TablePatches) -> None:
+        """Send block table entries that do not fit into a step's buffer."""
+        for start in range(0, len(patches.rows), PATCH_CHUNK):
+            rows = np.full(PATCH_CHUNK, self.max_num_seqs, np.int32)
+            columns, blocks = np.zeros((2, PATCH_CHUNK), np.int32)
+            part = slice(start, start + PATCH_CHUNK)
+            num = len(patches.rows[part])
+            rows[:num], columns[:num] = patches.rows[part], patches.columns[part]
+            blocks[:num] = patches.blocks[part]
+            self.state = self.programs.compiled["patch"](self.state, *map(self._put, (rows, columns, blocks)))
+
+    def _change_sampler(self, name: str, *args: Any) -> None:
+        sampler = self.programs.compiled[name](self.state.sampler, *map(self._put, args))
+        self.state = replace(self.state, sampler=sampler)
+
+    def _prepare_sampler(self, state: RowState) -> None:
+        """Bring a new row's history and bias to the device; most requests have neither."""
+        request, row = state.request, np.int32(state.row)
+        params = request.sampling_params
+        if params.needs_penalties:
+            self._change_sampler("reset_row", row)
+            split = request.num_prompt_tokens
+            for is_output, token_ids in ((0, state.token_ids[:split]), (1, state.token_ids[split:])):
+                for start in range(0, len(token_ids), HISTORY_CHUNK):
+                    chunk = np.full(HISTORY_CHUNK, -1, np.int32)
+                    part = token_ids[start : start + HISTORY_CHUNK]
+                    chunk[: len(part)] = part
+                    self._change_sampler("add_history", row, chunk, np.int32(is_output))
+        if params.logit_bias:
+            ids, values = np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+            ids[: len(params.logit_bias)] = list(params.logit_bias)
+            values[: len(params.logit_bias)] = list(params.logit_bias.values())
+            self._change_sampler("set_bias_row", row, ids, values)
+
+    def _update_masks(self, scheduler_output: SchedulerOutput) -> None:
+        """Send the token masks that changed for the rows that sample in this step."""
+        batch = self.batch
+        changed: list[tuple[int, np.ndarray]] = []
+        for request_id, state in batch.masked.items():
+            if request_id not in scheduler_output.samples or state.mask is None:
+                continue
+            scheduled = scheduler_output.num_scheduled_tokens[request_id]
+            computed = int(batch.num_computed_tokens[state.row]) + scheduled
+            num_output_tokens = computed - state.request.num_prompt_tokens
+            if not state.mask.needs_update(num_output_tokens, state.output_token_ids):
+                continue
+            bits = state.mask.bits(num_output_tokens, state.output_token_ids)
+            set_masked(batch.sampling, state.row, bits is not None)
+            if bits is not None:
+                changed.append((state.row, bits))
+        for start in range(0, len(changed), MASK_ROWS):
+            self._set_masks(changed[start : start + MASK_ROWS])
+
+    def _set_masks(self, masks: list[tuple[int, np.ndarray]]) -> None:
+        rows = np.full(MASK_ROWS, self.max_num_seqs, np.int32)
+        bits = np.zeros((MASK_ROWS, mask_words(self.model.vocab_size)), np.int32)
+        for index, (row, words) in enumerate(masks):
+            rows[index], bits[index] = row, words
+        self._change_sampler("set_mask_rows", rows, bits)
+
+    def _sampling_rows(self, step: StepBatch, scheduler_output: SchedulerOutput) -> list[tuple[int, str]]:
+        num_decode, ids = scheduler_output.num_decode_rows, step.request_ids
+        rows = list(enumerate(ids[:num_decode]))
+        samples = scheduler_output.samples
+        return rows + [(i, ids[i]) for i in range(num_decode, len(ids)) if ids[i] in samples]
+
+    def _num_logprobs(self, step: StepBatch) -> dict[str, int]:
+        if not step.features & Feature.LOGPROBS:
+            return {}
+        params = ((i, self.batch.states[i].request.sampling_params) for i in step.request_ids)
+        return {i: p.logprobs for i, p in params if p.logprobs is not None}
+
+    def _score_prompts(self, step: StepBatch, hidden: jax.Array) -> list[ScoredPrompt]:
+        """Score the prompt tokens that follow each position computed in this step."""
+        prompts: list[ScoredPrompt] = []
+        for index, request_id in enumerate(step.request_ids):
+            if request_id not in self.batch.scoring_prompt:
+                continue
+            state = self.batch.states[request_id]
+            start, stop = int(step.starts[index]), int(step.starts[index + 1])
+            first = int(self.batch.num_computed_tokens[state.row]) - (stop - start)
+            targets = _prompt_tokens(state.request, state.token_ids)[first + 1 : first + 1 + stop - start]
+            chunks = [
+                self._score(hidden, start + offset, targets[offset : offset + SCORE_CHUNK])
+                for offset in range(0, len(targets), SCORE_CHUNK)
+            ]
+            num_top = state.request.sampling_params.prompt_logprobs
+            assert num_top is not None
+            prompts.append(ScoredPrompt(request_id, targets, num_top, chunks))
+        return prompts
+
+    def _score(self, hidden: jax.Array, start: int, targets: np.ndarray) -> Any:
+        padded = np.zeros(SCORE_CHUNK, np.int32)
+        padded[: len(targets)] = targets
+        compiled = self.programs.compiled
+        states = compiled["slice_hidden", hidden.shape[0]](hidden, self._put(np.int32(start)))
+        return compiled["score"](self.params, states, self._put(padded))
+
+    def _read_tokens(self, sampled: dict[str, list[int]]) -> None:
+        """Keep what requests with a token mask sampled: their next mask may depend on it."""
+        for request_id, state in self.batch.masked.items():
+            state.output_token_ids += sampled.get(request_id, ())
+
+    # --- end ------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """After a step failed: start again from empty rows and, where the step took it along, an empty cache."""
+        self.batch = InputBatch(self.max_num_seqs, self.model.vocab_size)
+        jax.tree.map(lambda leaf: None if leaf.is_deleted() else leaf.delete(), self.state)
+        self.state = self.programs.shapes.allocate_state()
+
+    def num_compilations(self) -> int:
+        """Compilations since ``initialize`` returned."""
+        return self.counter.count
+
+    def close(self) -> None:
+        """Free device memory."""
+        for leaf in jax.tree.leaves((self.params, self.state)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.programs.compiled = {}
+
+
+def _prompt_tokens(request: NewRequestData, token_ids: np.ndarray) -> np.ndarray:
+    return token_ids[: request.num_prompt_tokens]

@@ -1,0 +1,148 @@
+"""StepPrograms: every compiled program of an engine, keyed by the bucket table, compiled before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models import Model
+from jaxserve.runner.batch_builder import BatchBuilder
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.step_program import (
+    PATCH_CHUNK,
+    SCORE_CHUNK,
+    DeviceState,
+    patch_block_tables,
+    run_step,
+    score_prompt,
+    slice_hidden,
+)
+from jaxserve.sampling import state as sampler_state
+from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
+
+Abstract = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class ProgramShapes:
+    """All sizes that the programs are compiled for."""
+
+    max_num_seqs: int
+    vocab_size: int
+    max_logprobs: int
+    num_blocks: int
+    block_size: int
+    max_blocks_per_row: int
+    kv_cache_shapes: tuple[tuple[int, ...], ...]
+    kv_cache_dtype: Any
+
+    def abstract_state(self) -> DeviceState:
+        """Shapes of what lives on the device."""
+        return DeviceState(
+            kv_caches=[Abstract(shape, self.kv_cache_dtype) for shape in self.kv_cache_shapes],
+            block_tables=Abstract((self.max_num_seqs, self.max_blocks_per_row), jnp.int32),
+            sampler=SamplerState(**state_shapes(self.max_num_seqs, self.vocab_size)),
+        )
+
+    def allocate_state(self) -> DeviceState:
+        """Zeros in these shapes: uninitialised memory may hold NaN, which masking does not stop."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state())
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """One step program: a bucket, with the whole sampler or the argmax alone."""
+
+    bucket: Bucket
+    greedy_only: bool
+
+
+class StepPrograms:
+    """Lowers and compiles; afterwards a table of callables.
+
+    Attributes:
+        steps: StepVariant -> compiled ``run_step``.
+        reset_row, add_history, set_mask_rows, set_bias_row, patch: compiled changes of ``DeviceState`` parts.
+        slice_hidden: T -> compiled ``slice_hidden``.
+        score: compiled ``score_prompt``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        builder: BatchBuilder,
+        shapes: ProgramShapes,
+        params: Any,
+        variants: tuple[bool, ...],
+    ) -> None:
+        self.model, self.builder, self.shapes = model, builder, shapes
+        self.variants = variants
+        self._params = jax.tree.map(lambda x: Abstract(x.shape, x.dtype), params)
+        self._hidden: dict[Bucket, Abstract] = {}
+        self.compiled: dict[Any, Any] = {}
+
+    def lower_step(self, variant: StepVariant) -> jax.stages.Lowered:
+        """Trace and lower one step."""
+        layout = self.builder.layouts[variant.bucket]
+        step = partial(
+            run_step, model=self.model, layout=layout, num_slots=self.shapes.num_blocks * self.shapes.block_size,
+            max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only,
+        )  # fmt: skip
+        jitted = jax.jit(step, donate_argnums=(1,))
+        lowered = jitted.lower(self._params, self.shapes.abstract_state(), Abstract((layout.size,), jnp.int32))
+        hidden = lowered.out_info[0].hidden
+        self._hidden[variant.bucket] = Abstract(hidden.shape, hidden.dtype)
+        return lowered
+
+    def _lower_state_programs(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        state = self.shapes.abstract_state()
+        sampler = state.sampler
+        scalar = Abstract((), jnp.int32)
+        int32 = partial(Abstract, dtype=jnp.int32)
+        words, rows = mask_words(self.shapes.vocab_size), sampler_state.MASK_ROWS
+        bias = sampler_state.MAX_LOGIT_BIAS
+        history = int32((sampler_state.HISTORY_CHUNK,))
+        arguments = {
+            "reset_row": (sampler_state.reset_row, (scalar,)),
+            "add_history": (sampler_state.add_history, (scalar, history, scalar)),
+            "set_mask_rows": (sampler_state.set_mask_rows, (int32((rows,)), int32((rows, words)))),
+            "set_bias_row": (sampler_state.set_bias_row, (scalar, int32((bias,)), Abstract((bias,), jnp.float32))),
+        }
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {
+            name: partial(jax.jit(function, donate_argnums=(0,)).lower, sampler, *args)
+            for name, (function, args) in arguments.items()
+        }
+        patch = int32((PATCH_CHUNK,))
+        lowerings["patch"] = partial(
+            jax.jit(patch_block_tables, donate_argnums=(0,)).lower, state, patch, patch, patch
+        )
+        return lowerings
+
+    def _lower_slice(self, bucket: Bucket) -> jax.stages.Lowered:
+        return jax.jit(slice_hidden).lower(self._hidden[bucket], Abstract((), jnp.int32))
+
+    def _lower_score(self) -> jax.stages.Lowered:
+        hidden = next(iter(self._hidden.values()))
+        score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
+        states = Abstract((SCORE_CHUNK, hidden.shape[1]), hidden.dtype)
+        return jax.jit(score).lower(self._params, states, Abstract((SCORE_CHUNK,), jnp.int32))
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything in the table."""
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+        # The largest first: they compile longest.
+        for bucket in reversed(self.builder.table.buckets):
+            for greedy_only in self.variants:
+                variant = StepVariant(bucket, greedy_only)
+                lowerings[variant] = partial(self.lower_step, variant)
+        for bucket in self.builder.table.buckets:
+            lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
+        lowerings["score"] = self._lower_score
+        lowerings |= self._lower_state_programs()
+        self.compiled = compile_all(lowerings, progress)

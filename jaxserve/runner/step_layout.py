@@ -1,0 +1,76 @@
+"""StepLayout: where each part of a step's host input lies in the one int32 buffer that travels to the device.
+
+The host writes through numpy views, the jitted step reads the same fields with static slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxserve.runner.buckets import Bucket
+from jaxserve.sampling.metadata import NUM_COLUMNS
+
+FROM_DEVICE = -1
+"""Token id that means: the token this row sampled last, which only the device knows."""
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Fields of one bucket's buffer.
+
+    Args:
+        bucket: T and R.
+        block_size: tokens a block.
+        max_num_seqs: S; the row index of padding rows.
+    """
+
+    bucket: Bucket
+    block_size: int
+    max_num_seqs: int
+
+    @property
+    def num_patches(self) -> int:
+        """Block table entries one step can set: a decoding row needs one at most, new tokens one a block.
+
+        More (a long cached prefix) go through a program of their own before the step.
+        """
+        return self.bucket.num_rows + self.bucket.num_tokens // self.block_size + 8
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Name -> (offset, shape)."""
+        tokens, rows = self.bucket.num_tokens, self.bucket.num_rows
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (tokens,),
+            "query_start_loc": (rows + 1,),
+            "num_computed_tokens": (rows,),
+            "row_index": (rows,),
+            "distribution": (3,),
+            "patch_rows": (self.num_patches,),
+            "patch_columns": (self.num_patches,),
+            "patch_blocks": (self.num_patches,),
+            "sampling": (rows, NUM_COLUMNS),
+            "step_features": (1,),
+        }
+        fields: dict[str, tuple[int, tuple[int, ...]]] = {}
+        offset = 0
+        for name, shape in shapes.items():
+            fields[name] = (offset, shape)
+            offset += int(np.prod(shape))
+        return fields
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return max(offset + int(np.prod(shape)) for offset, shape in self.fields.values())
+
+    def split(self, buffer: Any) -> dict[str, Any]:
+        """Views (numpy) or static slices (traced arrays) of the fields."""
+        return {
+            name: buffer[offset : offset + int(np.prod(shape))].reshape(shape)
+            for name, (offset, shape) in self.fields.items()
+        }

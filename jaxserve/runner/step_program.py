@@ -1,0 +1,132 @@
+"""The jitted programs of a model: the step, and the small ones that keep the device's state. All shapes are fixed.
+
+What lives on the device between steps is ``DeviceState``; it is donated to every program that changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models import Model
+from jaxserve.runner.step_layout import StepLayout
+from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs
+from jaxserve.sampling.metadata import SamplingMetadata
+from jaxserve.sampling.sampler import SamplerOutput, sample
+from jaxserve.sampling.state import SamplerState
+from pallas_kernels.dispatch import AttentionMetadata
+
+PATCH_CHUNK = 1024
+"""Block table entries that one ``patch_block_tables`` call sets."""
+SCORE_CHUNK = 64
+"""Prompt positions that one ``score_prompt`` call scores."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """KV caches (one array a layer), block tables int32 [S, B] and what the sampler remembers."""
+
+    kv_caches: list[jax.Array]
+    block_tables: jax.Array
+    sampler: SamplerState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """Per batch row what was sampled, and the hidden states [T, M] that prompt scoring reads."""
+
+    sampled: SamplerOutput
+    hidden: jax.Array
+
+
+def set_block_tables(
+    tables: jax.Array, rows: jax.Array, columns: jax.Array, blocks: jax.Array
+) -> jax.Array:
+    """Set entries (row, column) of [S, B] to block ids; rows out of range are dropped."""
+    return tables.at[rows, columns].set(blocks, mode="drop")
+
+
+def attention_metadata(fields: dict[str, jax.Array], tables: jax.Array, layout: StepLayout, num_slots: int):
+    """Per-token and per-row index arrays from the few numbers the host sends."""
+    num_tokens, num_rows = layout.bucket.num_tokens, layout.bucket.num_rows
+    starts = fields["query_start_loc"]
+    computed = fields["num_computed_tokens"]
+    token_index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row_ids = jnp.sum(token_index[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
+    row_ids = jnp.minimum(row_ids, num_rows - 1)
+    live = token_index < starts[-1]
+    positions = jnp.where(live, token_index - starts[row_ids] + computed[row_ids], 0)
+    block_tables = tables.at[fields["row_index"]].get(mode="fill", fill_value=0)
+    blocks = block_tables[row_ids, positions // layout.block_size]
+    slots = blocks * layout.block_size + positions % layout.block_size
+    return AttentionMetadata(
+        seq_lens=jnp.where(starts[1:] > starts[:-1], computed + starts[1:] - starts[:-1], 0),
+        block_tables=block_tables,
+        query_start_loc=starts,
+        distribution=fields["distribution"],
+        slot_mapping=jnp.where(live, slots, num_slots),
+        positions=positions,
+        row_ids=row_ids,
+    )
+
+
+def run_step(
+    params: dict[str, jax.Array],
+    state: DeviceState,
+    buffer: jax.Array,
+    *,
+    model: Model,
+    layout: StepLayout,
+    num_slots: int,
+    max_logprobs: int,
+    greedy_only: bool,
+) -> tuple[StepOutput, DeviceState]:
+    """One whole step: embed, layers, logits of each row's last token, sampling.
+
+    Args:
+        params: the model's weights.
+        state: donated.
+        buffer: the packed host input, int32 [layout.size].
+        num_slots: slots of the cache (num_blocks * block_size): the first out-of-range one.
+        max_logprobs: most likely tokens listed a row.
+        greedy_only: compile the argmax alone.
+    """
+    fields = layout.split(buffer)
+    tables = set_block_tables(
+        state.block_tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"]
+    )
+    metadata = attention_metadata(fields, tables, layout, num_slots)
+    last_sampled = state.sampler.last_token_ids[fields["row_index"][metadata.row_ids]]
+    token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
+    hidden, kv_caches = model.forward(params, token_ids, metadata.positions, state.kv_caches, metadata)
+    last_tokens = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
+    logits = model.logits(params, hidden[last_tokens])
+    sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
+    sampled, sampler = sample(
+        logits, sampling, state.sampler, max_logprobs=max_logprobs, greedy_only=greedy_only
+    )
+    return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler)
+
+
+def patch_block_tables(
+    state: DeviceState, rows: jax.Array, columns: jax.Array, blocks: jax.Array
+) -> DeviceState:
+    """Set block table entries ahead of a step that brings more than its buffer holds. int32 [PATCH_CHUNK] each."""
+    return replace(state, block_tables=set_block_tables(state.block_tables, rows, columns, blocks))
+
+
+def slice_hidden(hidden: jax.Array, start: jax.Array) -> jax.Array:
+    """[T, M] -> the SCORE_CHUNK states from ``start``; positions past the end repeat the last one."""
+    index = jnp.minimum(start + jnp.arange(SCORE_CHUNK), hidden.shape[0] - 1)
+    return hidden[index]
+
+
+def score_prompt(
+    params: dict[str, jax.Array], hidden: jax.Array, token_ids: jax.Array, *, model: Model, max_logprobs: int
+) -> LogprobArrays:
+    """Log probabilities of the prompt tokens that follow SCORE_CHUNK positions."""
+    return compute_logprobs(model.logits(params, hidden), token_ids, max_logprobs)
