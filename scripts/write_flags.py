@@ -16,10 +16,10 @@ from jaxserve.config.cli_flags import flag_reference  # noqa: E402
 
 HEAD = """# Flags of `jaxserve serve`
 
-Written by `python scripts/write_flags.py` from the classes in `jaxserve/config`; do not edit it by hand. The
-same names, with underscores, are the arguments of `LLM(...)`, all but the server's. Sizes take suffixes: `1k` is
-1000, `1K` is 1024, also m, g, t and M, G, T. JSON is given as one argument, such as `'{"temperature": 0}'`. Of
-`--flag` and `--no-flag` the last one given counts.
+Written by `python scripts/write_flags.py` from the classes in `jaxserve/config`; do not edit it by hand.
+The same names, with underscores, are the arguments of `LLM(...)`, all but the server's. Sizes take suffixes:
+`1k` is 1000, `1K` is 1024, also m, g, t and M, G, T. JSON is given as one argument, such as
+`'{"temperature": 0}'`. Of `--flag` and `--no-flag` the last one given counts.
 
 """
 
