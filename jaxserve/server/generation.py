@@ -21,7 +21,7 @@ from jaxserve.errors import (
     RequestFailedError,
 )
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxserve.tokenizer.interface import Tokenizer
 
 T = TypeVar("T")
@@ -201,6 +201,7 @@ class GenerationService:
             EngineDeadError: the engine core died.
         """
         self._check_open()
+        _check_choices(len(prompts), params.n)
         submission = Submission(self._active)
         try:
             for index, prompt in enumerate(prompts):
@@ -229,6 +230,15 @@ class GenerationService:
             raise QueueFullError("The server is shutting down.")
         if self.engine.errored is not None:
             raise EngineDeadError(f"The engine has stopped: {self.engine.errored}")
+
+
+def _check_choices(num_prompts: int, n: int) -> None:
+    """Refuse what would fill the memory before it runs: one prompt's limit holds for them all."""
+    if num_prompts * n > MAX_N:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {MAX_N} are allowed.",
+            param="n",
+        )
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

@@ -96,7 +96,7 @@ def decode_json(body: bytes) -> Any:
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = [child for container in level for child in _containers(container)]
         if not level:
             return

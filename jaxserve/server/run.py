@@ -218,6 +218,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
+        ws="none",
         server_header=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + ABORT_GRACE_SECONDS,

@@ -251,6 +251,12 @@ async def test_prompt_mistakes(client, prompt):
     error(await post(client, "/v1/completions", prompt=prompt), 400, "prompt")
 
 
+async def test_too_many_choices(client, engine: FakeEngine):
+    found = error(await post(client, "/v1/completions", prompt=["a"] * 1000, n=17, temperature=1), 400, "n")
+    assert "17000 choices" in found["message"]
+    assert engine.admitted == []
+
+
 async def test_missing_prompt_and_messages(client):
     error(await client.post("/v1/completions", json={}), 400, "body.prompt")
     error(await client.post("/v1/chat/completions", json={"prompt": "x"}), 400, "prompt")
