@@ -237,6 +237,8 @@ class EngineInfo(msgspec.Struct):
     block_size: int
     num_blocks: int
     kv_cache_tokens: int
+    max_prompt_tokens: int
+    """Longest prompt that the cache and (without chunked prefill) a step's budget can hold."""
     num_programs: int
     device: str
     startup_seconds: dict[str, float] = msgspec.field(default_factory=dict)

@@ -49,6 +49,10 @@ class EngineCore:
             info.block_size,
             info.max_model_len,
         )
+        kv_cache_tokens = (info.num_blocks - 1) * info.block_size
+        longest = [info.max_model_len - 1, kv_cache_tokens]
+        if not config.scheduler_config.enable_chunked_prefill:
+            longest.append(self.scheduler.max_num_batched_tokens)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.info = EngineInfo(
@@ -56,7 +60,8 @@ class EngineCore:
             vocab_size=info.vocab_size,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
-            kv_cache_tokens=(info.num_blocks - 1) * info.block_size,
+            kv_cache_tokens=kv_cache_tokens,
+            max_prompt_tokens=min(longest),
             num_programs=info.num_programs,
             device=info.device,
             startup_seconds={"total": time.monotonic() - started},

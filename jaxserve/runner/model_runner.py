@@ -32,6 +32,11 @@ from pallas_kernels.dispatch import attention_backend
 logger = logging.getLogger(__name__)
 
 
+def platform_name() -> str:
+    """``cpu``, ``gpu`` or ``tpu``: what this process's devices are."""
+    return jax.default_backend()
+
+
 class JaxModelRunner:
     """One model on this process's devices. One thread calls everything.
 
@@ -41,7 +46,7 @@ class JaxModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.platform = jax.default_backend()
+        self.platform = platform_name()
         self.counter = CompilationCounter()
         self.startup_seconds: dict[str, float] = {}
 

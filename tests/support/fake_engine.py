@@ -144,7 +144,7 @@ class FakeEngine:
         fail_after: int = 3,
         output: str = "abcdefghijklmnopqrstuvwxyz",
     ) -> None:
-        self.info = EngineInfo(max_model_len, VOCAB_SIZE, 16, 100, 1600, 1, "fake")
+        self.info = EngineInfo(max_model_len, VOCAB_SIZE, 16, 100, 1600, max_model_len - 1, 1, "fake")
         self.tokenizer = FakeTokenizer() if tokenizer else None
         self.errored: BaseException | None = None
         self.admitted: list[Admitted] = []

@@ -1,0 +1,242 @@
+"""AsyncEngine: an engine core in its own process, as async iterators of outputs. What the server runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.core_client import CoreClient
+from jaxserve.engine.front import Front, check_fits
+from jaxserve.engine.output_processor import OutputProcessor
+from jaxserve.engine.output_queue import RequestOutputQueue
+from jaxserve.engine.protocol import Prompt
+from jaxserve.errors import EngineDeadError, QueueFullError
+from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import EngineCoreOutputs, EngineInfo, SchedulerStats
+from jaxserve.tokenizer.interface import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """A ready engine. Every coroutine runs in one event loop; build it with ``from_config`` or ``from_kwargs``.
+
+    Args:
+        config: as given, the platform's defaults not filled in.
+        client: a core that is ready.
+        front: tokenizer and defaults.
+        info: what the core resolved.
+    """
+
+    def __init__(self, config: EngineConfig, client: CoreClient, front: Front, info: EngineInfo) -> None:
+        self._config = config
+        self._client = client
+        self._front = front
+        self._info = info
+        self._inputs = front.input_processor(config, info)
+        self._outputs = OutputProcessor(front.tokenizer)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stats = SchedulerStats()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncEngine:
+        """Start the core's process and block until it is ready.
+
+        Raises:
+            JaxserveError: what the user asked for cannot be had.
+        """
+        client = CoreClient()
+        try:
+            client.start(config)
+            front = Front.load(config.model_config)
+            return cls(config, client, front, client.wait_ready())
+        except BaseException:
+            client.kill()
+            raise
+
+    @classmethod
+    def from_kwargs(cls, model: str = "", **kwargs: Any) -> AsyncEngine:
+        """``from_config`` with the engine's arguments spelt out."""
+        return cls.from_config(EngineConfig.from_kwargs(model=model, **kwargs))
+
+    # --- what the server reads ------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine resolved while starting."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with ``skip_tokenizer_init``."""
+        return self._front.tokenizer
+
+    @property
+    def errored(self) -> BaseException | None:
+        """Why the engine core died; None while it lives."""
+        return self._client.error
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state after the last step that gave outputs."""
+        return self._stats
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the engine core."""
+        return self._client.pid
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """SamplingParams fields from ``generation_config.json`` and ``override_generation_config``."""
+        return dict(self._front.default_sampling_params)
+
+    def attach_metrics(self, metrics: EngineMetrics) -> None:
+        """Feed ``metrics`` from now on."""
+        self._outputs.metrics = metrics
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize, without admitting anything."""
+        return self._inputs.encode(text, add_special_tokens=add_special_tokens)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> EngineStream:
+        """Validate, tokenize and admit a request.
+
+        Raises:
+            InvalidRequestError: the request's own mistake, before anything was admitted.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine core died.
+        """
+        self._ensure_alive()
+        self._ensure_listening()
+        self._check_queue()
+        request = await self._inputs.process_async(
+            request_id or f"req-{secrets.token_hex(12)}",
+            prompt,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+        )
+        check_fits(request, self._info)
+        self._ensure_alive()
+        queue = RequestOutputQueue()
+        self._outputs.add_request(request, queue)
+        self._client.add(request.core_requests)
+        return EngineStream(self, request.request_id, queue)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come. Leaving the loop early aborts the request.
+
+        Args:
+            prompt, sampling_params, request_id, kwargs: as ``add_request`` takes them.
+        """
+        stream = await self.add_request(prompt, sampling_params, request_id=request_id, **kwargs)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def abort(self, request_ids: str | Sequence[str]) -> None:
+        """End requests early: their streams end with ``finish_reason`` abort. Unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        core_ids = self._outputs.abort_requests(ids)
+        if core_ids and self.errored is None:
+            self._client.abort(core_ids)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._ensure_alive()
+        self._client.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the engine core and everything it started; callable twice, and after the core died."""
+        self._client.close()
+        self._outputs.fail_all(EngineDeadError("The engine was shut down."))
+        self._inputs.close()
+
+    # --- from the core --------------------------------------------------------------------------------------
+
+    def _ensure_alive(self) -> None:
+        if self.errored is not None:
+            raise EngineDeadError(str(self.errored))
+
+    def _ensure_listening(self) -> None:
+        """The first request's event loop is the one that outputs are handed to."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._client.listen(
+                lambda outputs: self._in_loop(self._process, outputs), lambda error: self._in_loop(self._die, error)
+            )
+        elif self._loop is not loop:
+            raise RuntimeError("An AsyncEngine serves one event loop; this is another one.")
+
+    def _in_loop(self, function: Any, argument: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    def _check_queue(self) -> None:
+        limit = self._config.scheduler_config.max_num_queued_reqs
+        waiting = self._outputs.num_unfinished - self._stats.num_running
+        if limit is not None and waiting >= limit:
+            raise QueueFullError(f"{waiting} requests wait already (max_num_queued_reqs is {limit}). Try again later.")
+
+    def _process(self, outputs: EngineCoreOutputs) -> None:
+        processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp or None)
+        if processed.request_ids_to_abort:
+            self._client.abort(processed.request_ids_to_abort)
+        if outputs.stats is not None:
+            self._stats = outputs.stats
+            if self._outputs.metrics is not None:
+                self._outputs.metrics.record_stats(outputs.stats)
+
+    def _die(self, error: BaseException) -> None:
+        self._outputs.fail_all(EngineDeadError(str(error)))
+
+
+class EngineStream:
+    """The outputs of one admitted request."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str, queue: RequestOutputQueue) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._queue = queue
+        self._finished = False
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await self._queue.get()
+        if output is None:
+            self._finished = True
+            raise StopAsyncIteration
+        self._finished = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has finished."""
+        if not self._finished:
+            self._finished = True
+            await self._engine.abort([self.request_id])

@@ -1,0 +1,178 @@
+"""CoreClient: the front process's end of an engine core that runs in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+import jaxserve.errors as errors
+from jaxserve.config import EngineConfig
+from jaxserve.engine.wire import Abort, Add, Died, FromCore, Outputs, Ready, ResetPrefixCache, StartFailed, Stop, ToCore
+from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.step import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+
+logger = logging.getLogger(__name__)
+
+POLL_MILLISECONDS = 200
+STOP_SECONDS = 5.0
+
+
+class CoreClient:
+    """Starts the core's process and carries messages. ``start`` first, then ``wait_ready``, then ``listen``."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-"))
+        self._context = zmq.Context()
+        self._sender = self._bind(zmq.PUSH, "input")
+        self._receiver = self._bind(zmq.PULL, "output")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._closing = threading.Event()
+        self.error: BaseException | None = None
+        """Why the core died."""
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(self._address(name))
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._folder / name}"
+
+    def start(self, config: EngineConfig) -> None:
+        """Start the process; it loads while the caller does other things."""
+        package_parent = str(Path(errors.__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "jaxserve.engine.core_process"]
+        self._process = subprocess.Popen(
+            [*command, self._address("input"), self._address("output")],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self._process.stdin is not None
+        payload = pickle.dumps(config)
+        self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int | None:
+        """The core's process id."""
+        return None if self._process is None else self._process.pid
+
+    def wait_ready(self) -> EngineInfo:
+        """Block until the core is ready.
+
+        Raises:
+            JaxserveError: the core's own error, or EngineDeadError when it ended without one.
+        """
+        while True:
+            message = self._receive()
+            if isinstance(message, Ready):
+                return message.info
+            if isinstance(message, StartFailed):
+                raise _start_error(message)
+
+    def _receive(self) -> FromCore | None:
+        """The next message, or None after a while without one.
+
+        Raises:
+            EngineDeadError: the process has ended.
+        """
+        if self._receiver.poll(POLL_MILLISECONDS):
+            return self._decoder.decode(self._receiver.recv())
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None and not self._receiver.poll(0):
+            reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise EngineDeadError(f"The engine core {reason}.")
+        return None
+
+    def listen(
+        self, on_outputs: Callable[[EngineCoreOutputs], None], on_death: Callable[[BaseException], None]
+    ) -> None:
+        """Read in a thread from now on; both callbacks are called in it."""
+
+        def read() -> None:
+            try:
+                while not self._closing.is_set():
+                    message = self._receive()
+                    if isinstance(message, Outputs):
+                        on_outputs(message.outputs)
+                    elif isinstance(message, Died):
+                        raise EngineDeadError(f"The engine core died: {message.message}")
+            except BaseException as error:
+                if not self._closing.is_set():
+                    self.error = error
+                    on_death(error)
+
+        self._reader = threading.Thread(target=read, name="engine-outputs", daemon=True)
+        self._reader.start()
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        """Admit requests."""
+        self._send(Add(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        self._send(Abort(request_ids))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._send(ResetPrefixCache())
+
+    def _send(self, message: ToCore) -> None:
+        self._sender.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """End the process: ask, wait a little, then kill. Callable twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        process = self._process
+        if process is not None and process.poll() is None:
+            self._send(Stop())
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(2 * POLL_MILLISECONDS / 1000 + 1)
+        self._sender.close()
+        self._receiver.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the process at once: it is still loading, and would not read a message."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self.close()
+
+
+def _start_error(message: StartFailed) -> JaxserveError:
+    kind = getattr(errors, message.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ConfigError):
+        return kind(message.message, param=message.param)
+    if isinstance(kind, type) and issubclass(kind, JaxserveError):
+        return kind(message.message)
+    return EngineDeadError(f"The engine could not start: {message.message}")

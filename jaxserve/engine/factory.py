@@ -1,0 +1,26 @@
+"""Building an engine core with its runner. JAX is imported here, when it is first needed, and nowhere above."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.core import EngineCore
+
+
+def create_core(config: EngineConfig) -> EngineCore:
+    """Load the model and everything else that an engine needs, on this process's devices.
+
+    Raises:
+        JaxserveError: what the user asked for cannot be had.
+    """
+    # How much the allocator may take is read once, when JAX first looks for devices.
+    share = config.cache_config.gpu_memory_utilization
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.4f}")
+    # Through importlib: this room knows the runner by its protocol alone.
+    model_runner: Any = importlib.import_module("jaxserve.runner.model_runner")
+    platform: str = model_runner.platform_name()
+    config = config.with_defaults_for(platform)
+    return EngineCore(config, model_runner.JaxModelRunner(config))

@@ -1,0 +1,97 @@
+"""Front: the host-side half of an engine that LLM and AsyncEngine share: files, tokenizer, processors, defaults."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
+from jaxserve.errors import InvalidRequestError
+from jaxserve.step import EngineInfo
+from jaxserve.tokenizer.interface import Tokenizer
+from jaxserve.tokenizer.load import load_tokenizer, resolve_eos_token_ids
+from jaxserve.weights.resolve import ModelFiles, resolve_model
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of generation_config.json that are sampling parameters of the same name."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """What is known of a model without its weights."""
+
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+    eos_token_ids: list[int]
+    default_sampling_params: dict[str, Any]
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> Front:
+        """Find the model, load its tokenizer and sampling defaults.
+
+        Raises:
+            JaxserveError: saying what is missing or broken.
+        """
+        files = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            if config.tokenizer is not None:
+                tokenizer = load_tokenizer(config.tokenizer)
+            else:
+                tokenizer = load_tokenizer(files.path, files.format)
+        hf_config = {**files.config, **config.hf_overrides}
+        eos_token_ids = resolve_eos_token_ids(tokenizer, hf_config, files.generation_config)
+        return cls(files, tokenizer, eos_token_ids, sampling_defaults(config, files.generation_config))
+
+    def input_processor(self, config: EngineConfig, info: EngineInfo) -> InputProcessor:
+        """For a ready engine."""
+        return InputProcessor(
+            self.tokenizer,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            max_logprobs=config.model_config.max_logprobs,
+            eos_token_ids=self.eos_token_ids,
+            seed=config.model_config.seed,
+            default_sampling_params=self.default_sampling_params,
+        )
+
+
+def sampling_defaults(config: ModelConfig, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields that requests leave open: the model's, then the server's."""
+    given = {} if config.generation_config == "jaxserve" else generation_config
+    merged = {**given, **config.override_generation_config}
+    if merged.get("do_sample") is False and "temperature" not in config.override_generation_config:
+        merged["temperature"] = None  # transformers ignores the temperature then; so do the request's defaults
+    defaults = {name: merged[name] for name in DEFAULTS if merged.get(name) is not None}
+    if merged.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = merged["max_new_tokens"]
+    return defaults
+
+
+def check_fits(request: ProcessedRequest, info: EngineInfo) -> None:
+    """Refuse a prompt that the engine could never compute, before it is sent to the core.
+
+    Raises:
+        InvalidRequestError: it is longer than a step (without chunked prefill) or than the whole cache.
+    """
+    num_tokens = len(request.prompt_token_ids)
+    if num_tokens > info.max_prompt_tokens:
+        raise InvalidRequestError(
+            f"The prompt has {num_tokens} tokens; this engine's KV cache and token budget allow "
+            f"{info.max_prompt_tokens}. Please reduce the length of the input prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """A template given as a file or as its text."""
+    if value is None or "{" in value or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    return path.read_text(encoding="utf-8") if path.is_file() else value

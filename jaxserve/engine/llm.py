@@ -1,0 +1,207 @@
+"""LLM: offline generation in this process. Give it all prompts at once; it batches them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from tqdm.auto import tqdm
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.factory import create_core
+from jaxserve.engine.front import Front, check_fits, read_chat_template
+from jaxserve.engine.output_processor import OutputProcessor
+from jaxserve.engine.protocol import Prompt
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.tokenizer.chat_template import render
+from jaxserve.tokenizer.interface import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model in this process.
+
+    Args:
+        model: Hugging Face folder, hub id, or ``.gguf`` file; '' is the packaged SmolLM2.
+        kwargs: any engine argument (``max_model_len``, ``max_num_seqs``, …): the flags of ``jaxserve serve`` with
+            underscores.
+
+    Raises:
+        JaxserveError: what was asked for cannot be had.
+
+    Use it as a context manager, or call ``close``, to free the device's memory.
+    """
+
+    def __init__(self, model: str = "", **kwargs: Any) -> None:
+        self._config = EngineConfig.from_kwargs(model=model, **kwargs)
+        self._front = Front.load(self._config.model_config)
+        self._core = create_core(self._config)
+        self._inputs = self._front.input_processor(self._config, self._core.info)
+        self._outputs = OutputProcessor(self._front.tokenizer)
+        self._counter = itertools.count()
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``.
+            sampling_params: one for all, or one a prompt; None takes the model's defaults.
+            use_tqdm: show a progress bar.
+            priority: one number a prompt, lower first (with ``scheduling_policy="priority"``).
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was run.
+            RequestFailedError: a step failed.
+        """
+        self._ensure_open()
+        many = _as_prompts(prompts)
+        params = _per_prompt("sampling_params", sampling_params, len(many))
+        priorities = _per_prompt("priority", priority, len(many))
+        requests = [
+            self._inputs.process(
+                str(next(self._counter)), prompt, _final_only(param or self.get_default_sampling_params()),
+                priority=rank or 0,
+            )
+            for prompt, param, rank in zip(many, params, priorities, strict=True)
+        ]  # fmt: skip
+        for request in requests:
+            check_fits(request, self._core.info)
+        ids = [request.request_id for request in requests]
+        try:
+            for request in requests:
+                self._outputs.add_request(request)
+                for core_request in request.core_requests:
+                    self._core.add_request(core_request)
+            finished = self._run(len(requests), use_tqdm)
+        except BaseException:  # KeyboardInterrupt too: the engine stays usable
+            self._core.abort(self._outputs.abort_requests(ids))
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered with the model's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists.
+            sampling_params, use_tqdm: as in ``generate``.
+            chat_template: Jinja text or file instead of the model's.
+            add_generation_prompt: end with what begins the assistant's answer.
+            continue_final_message: go on with the last message instead of answering it.
+            tools: JSON schemas for the template.
+            chat_template_kwargs: further variables for the template.
+        """
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Messages]", [messages] if one else messages)
+        template = read_chat_template(chat_template or self._config.model_config.chat_template)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = render(
+                self._front.tokenizer, conversation, chat_template=template,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                tools=tools, kwargs=chat_template_kwargs,
+            )  # fmt: skip
+            # The template writes the special tokens itself.
+            prompts.append(self._inputs.encode(text, add_special_tokens=False))
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return outputs
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with ``skip_tokenizer_init``."""
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a prompt without parameters is sampled with."""
+        return SamplingParams(**self._front.default_sampling_params)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the device's memory; the LLM cannot be used afterwards. Callable twice."""
+        if not self._closed:
+            self._closed = True
+            self._core.close()
+            self._inputs.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("This LLM was closed; build a new one.")
+
+    def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Step until every request has ended.
+
+        Raises:
+            RequestFailedError: a request failed; the others are aborted.
+        """
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=num_requests, desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self._outputs.has_unfinished:
+                outputs = self._core.step()
+                processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp)
+                if processed.request_ids_to_abort:
+                    self._core.abort(processed.request_ids_to_abort)
+                for _, error in processed.failures:
+                    raise error
+                finished |= {result.request_id: result for result in processed.results}
+                bar.update(len(processed.results))
+        return finished
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many? A list of integers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [cast(Prompt, prompts)]
+    many = list(prompts)
+    if many and all(isinstance(item, int) for item in many):
+        return [cast(Prompt, many)]
+    return many
+
+
+def _per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
+    if value is None or isinstance(value, SamplingParams):
+        return [value] * num_prompts
+    values = list(value)
+    if len(values) != num_prompts:
+        raise InvalidRequestError(f"{name} has {len(values)} entries for {num_prompts} prompts.", param=name)
+    return values
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
