@@ -1,1 +1,3 @@
-"""Sampling on the device: metadata of a step, state between steps, processors, filters, the sampler, logprobs."""
+"""Sampling on the device: metadata of a step, state between steps, processors, filters, the sampler,
+logprobs.
+"""

@@ -1,7 +1,8 @@
 """Logits processors: what changes a row's logits before one is chosen.
 
-Each is a function ``(logits float32[R, V], metadata, state) -> float32[R, V]`` that returns a row unchanged, bit for
-bit, where the row does not ask for it. ``PROCESSORS`` is their order, vLLM's: masks, logit_bias, penalties.
+Each is a function ``(logits float32[R, V], metadata, state) -> float32[R, V]`` that returns a row
+unchanged, bit for bit, where the row does not ask for it. ``PROCESSORS`` is their order, vLLM's: masks,
+logit_bias, penalties.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def apply_logit_bias(logits: jax.Array, metadata: SamplingMetadata, state: Sampl
 def apply_penalties(logits: jax.Array, metadata: SamplingMetadata, state: SamplerState) -> jax.Array:
     """Repetition over prompt and output; frequency and presence over the output."""
     history = state.history.at[metadata.row_ids].get(mode="clip").astype(jnp.int32)
-    asks = ((metadata.features & int(Feature.PENALTY)) != 0)[:, None]
+    asks = metadata.rows_with(Feature.PENALTY)[:, None]
     history = jnp.where(asks, history, 0)
     count = history & MAX_COUNT
     repetition = jnp.where(history != 0, metadata.repetition_penalty[:, None], 1.0)

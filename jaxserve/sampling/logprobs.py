@@ -1,4 +1,6 @@
-"""Log probabilities of chosen and most likely tokens, from the raw logits: before any processing or temperature."""
+"""Log probabilities of chosen and most likely tokens, from the raw logits: before any processing or
+temperature.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxserve.sampling.fixed_point import exp_shifted, sum_exact
+from jaxserve.sampling.fixed_point import chunk_limbs, exp_shifted, limbs_total
+from jaxserve.sampling.top_tokens import chunk_logits, top_tokens, without_nan
 
 
 @jax.tree_util.register_dataclass
@@ -29,28 +31,30 @@ class LogprobArrays:
 def compute_logprobs(logits: jax.Array, token_ids: jax.Array, num_top: int) -> LogprobArrays:
     """log_softmax of each row at its token and at its ``num_top`` most likely tokens.
 
-    Rows are independent, bit for bit, of N and of each other. NaN logits count as -inf. It serves prompt logprobs
-    (``token_ids`` the next prompt tokens) and, through ``sample``, sampled ones.
+    Rows are independent, bit for bit, of N and of each other. NaN logits count as -inf. It serves
+    prompt logprobs (``token_ids`` the next prompt tokens) and, through ``sample``, sampled ones.
 
     Args:
         logits: float32[N, V].
         token_ids: int32[N] in [0, V); others are clipped.
         num_top: static, in [0, V].
     """
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    maximum = jnp.max(logits, axis=-1)
-    log_total = jnp.log(jnp.maximum(sum_exact(exp_shifted(logits, maximum)), 1.0))
+    chunked = chunk_logits(logits)
+    maximum = chunked.maximum
+    total = limbs_total(*chunk_limbs(exp_shifted(chunked.chunks, maximum)))
+    log_total = jnp.log(jnp.maximum(total, 1.0))
 
     def logprob(chosen: jax.Array) -> jax.Array:
         shifted = jnp.where(chosen == maximum[:, None], 0.0, chosen - maximum[:, None])
         return shifted - log_total[:, None]
 
+    logits = without_nan(logits)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1, mode="clip")
-    top, top_ids = lax.top_k(logits, num_top)
+    top, top_ids = top_tokens(chunked, num_top)
     return LogprobArrays(
         token_logprobs=logprob(chosen)[:, 0],
         token_ranks=1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
-        top_ids=top_ids.astype(jnp.int32),
+        top_ids=top_ids,
         top_logprobs=logprob(top),
     )
 

@@ -1,9 +1,10 @@
 """SamplingMetadata: how each row of one step is sampled, as one int32 table that travels in one transfer.
 
-The host keeps a persistent numpy table with one row per request row (``make_table``, filled once by ``write_row``),
-gathers the step's rows with one ``take``, writes positions, and sends the result; the device unpacks it
-(``SamplingMetadata.from_packed``). Floats travel bit-cast. A new sampling parameter is one ``Column`` here, one field
-of ``SamplingMetadata`` with the same name, and one processor in ``logits_processors.py``.
+The host keeps a persistent numpy table with one row per request row (``make_table``, filled once by
+``write_row``), gathers the step's rows with one ``take``, writes positions, and sends the result; the
+device unpacks it (``SamplingMetadata.from_packed``). Floats travel bit-cast. A new sampling parameter
+is one ``Column`` here, one field of ``SamplingMetadata`` with the same name, and one processor in
+``logits_processors.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from jax import lax
 
 from jaxserve.sampling_params import SamplingParams
 
+MAX_TOP = 64
+"""Rows with a top-k of up to this are sampled from that many largest logits, without another pass over
+the row.
+"""
+
 
 class Feature(enum.IntFlag):
     """What a row asks for beyond greedy decoding. The union over a step's rows decides which work is done."""
@@ -27,11 +33,16 @@ class Feature(enum.IntFlag):
     PENALTY = 1
     MASK = 2
     BIAS = 4
-    RANDOM = 8
-    LOGPROBS = 16
+    TOP_K = 8
+    """Random, with a top-k in [2, MAX_TOP]."""
+    RANDOM = 16
+    """Random over the whole vocabulary."""
+    FILTER = 32
+    """RANDOM with a top-p, or a top-k beyond MAX_TOP."""
+    LOGPROBS = 64
 
 
-ALL_FEATURES = Feature.PENALTY | Feature.MASK | Feature.BIAS | Feature.RANDOM | Feature.LOGPROBS
+ALL_FEATURES = Feature(127)
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,12 @@ def features_of(params: SamplingParams) -> Feature:
         features |= Feature.PENALTY
     if params.logit_bias:
         features |= Feature.BIAS
-    if not _is_greedy(params):
+    if 2 <= params.top_k <= MAX_TOP and not params.greedy:
+        features |= Feature.TOP_K
+    elif not _is_greedy(params):
         features |= Feature.RANDOM
+        if params.top_p < 1 or params.top_k > 0:
+            features |= Feature.FILTER
     if params.logprobs is not None:
         features |= Feature.LOGPROBS
     return features
@@ -132,14 +147,17 @@ def step_features(packed: np.ndarray) -> Feature:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How to sample one step's R rows. All leaves are arrays of fixed shape and dtype, so all mixes share a program.
+    """How to sample one step's R rows. All leaves are arrays of fixed shape and dtype, so all mixes
+    share a program.
 
-    Rows that sample nothing in this step (padding, unfinished prompts) are padding rows: row id ``max_num_seqs``,
-    greedy, no features. They get a token that nobody reads, and change no state.
+    Rows that sample nothing in this step (padding, unfinished prompts) are padding rows: row id
+    ``max_num_seqs``, greedy, no features. They get a token that nobody reads, and change no state.
     """
 
     row_ids: jax.Array
-    """int32[R]: the persistent row of each batch row; ``max_num_seqs`` for padding rows. Real ids are unique."""
+    """int32[R]: the persistent row of each batch row; ``max_num_seqs`` for padding rows. Real ids are
+    unique.
+    """
     positions: jax.Array
     """int32[R]: index of the token being sampled in its request. With the seed it is the random key."""
     features: jax.Array
@@ -184,3 +202,7 @@ class SamplingMetadata:
     def any(self, features: Feature) -> jax.Array:
         """bool[]: whether any row asks for any of ``features``."""
         return (self.step_features & int(features)) != 0
+
+    def rows_with(self, features: Feature) -> jax.Array:
+        """bool[R]: which rows ask for any of ``features``."""
+        return (self.features & int(features)) != 0

@@ -1,7 +1,7 @@
 """TokenMaskBuilder: which tokens one request may sample next, as packed bits for the device's token mask.
 
-allowed_token_ids, bad_words and min_tokens all travel this way; numpy only. Bit v % 32 of word v // 32 is 1 where
-token v is allowed.
+allowed_token_ids, bad_words and min_tokens all travel this way; numpy only. Bit v % 32 of word v // 32
+is 1 where token v is allowed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def unpack_mask(words: np.ndarray, vocab_size: int) -> np.ndarray:
 class TokenMaskBuilder:
     """The token mask of one request as its output grows.
 
-    Single tokens of bad_words and everything outside allowed_token_ids are banned throughout; the tokens that end
-    the request until ``min_tokens`` are out; the last token of a longer bad word whenever the output ends with the
-    tokens before it.
+    Single tokens of bad_words and everything outside allowed_token_ids are banned throughout; the
+    tokens that end the request until ``min_tokens`` are out; the last token of a longer bad word
+    whenever the output ends with the tokens before it.
 
-    If all this would leave no token, restrictions give way until one is left: bad words first, then min_tokens.
-    allowed_token_ids never does: should none of them be in the vocabulary, the mask is all zeros, and ``sample``
-    answers -1 for the row.
+    If all this would leave no token, restrictions give way until one is left: bad words first, then
+    min_tokens.
+    allowed_token_ids never does: should none of them be in the vocabulary, the mask is all zeros, and
+    ``sample`` answers -1 for the row.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class TokenMaskBuilder:
     def bits(self, num_output_tokens: int, output_token_ids: Sequence[int] = ()) -> np.ndarray | None:
         """The mask for the next token: int32[mask_words(V)], or None if every token is allowed.
 
-        The arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the device has
+        The arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the
+        device has
         nothing: ask, whatever ``needs_update`` says.
         """
         self._sent = early, endings = self._key(num_output_tokens, output_token_ids)
