@@ -87,7 +87,7 @@ def layerwise_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = positive(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", num_layers)
+        first = config.get("max_window_layers", 28)
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
     unknown = [kind for kind in kinds if kind not in LAYER_TYPES]
     if unknown or len(kinds) != num_layers:

@@ -75,7 +75,7 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise CheckpointError(
                 f"{path} is truncated or corrupt: its header cannot be read ({error})."
             ) from error
@@ -108,7 +108,11 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         table = [_read_tensor_entry(cursor, self.path) for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise CheckpointError(
+                f"{self.path} is corrupt: general.alignment is {alignment!r}, no power of two."
+            )
         data_start = -(-cursor.offset // alignment) * alignment
         for name, tensor in table:
             begin = data_start + tensor.begin

@@ -34,6 +34,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         )
     keys = _Keys(file, architecture)
     window = keys.get("attention.sliding_window")
+    if window and architecture != "llama":
+        raise UnsupportedModelError(f"{file.path}: {architecture}.attention.sliding_window is not supported.")
     name = "MistralForCausalLM" if architecture == "llama" and window else ARCHITECTURES[architecture]
     heads = keys.require("attention.head_count")
     config: dict[str, Any] = {
@@ -58,7 +60,6 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     }
     if window:
         config["sliding_window"] = window
-        config["use_sliding_window"] = True
     return config
 
 

@@ -16,8 +16,14 @@ LAYOUT_FILE = "jaxserve_layout.json"
 LAYOUT_VERSION = 1
 
 
-def save_params(folder: Path, specs: Mapping[str, ParamSpec], params: Mapping[str, jax.Array]) -> None:
-    """Write ``params``; ``folder`` must not exist yet.
+def save_params(
+    folder: Path,
+    specs: Mapping[str, ParamSpec],
+    params: Mapping[str, jax.Array],
+    *,
+    tensor_parallel_size: int,
+) -> None:
+    """Write ``params``; ``folder`` must not exist yet. Fused parameters depend on the tensor-parallel size.
 
     Raises:
         CheckpointError: the folder exists.
@@ -29,17 +35,23 @@ def save_params(folder: Path, specs: Mapping[str, ParamSpec], params: Mapping[st
         raise CheckpointError(f"{folder} exists already: name a new folder, or remove it.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "params", dict(params))
-    (folder / LAYOUT_FILE).write_text(json.dumps({"version": LAYOUT_VERSION, "params": _layout(specs)}))
+    layout = {
+        "version": LAYOUT_VERSION,
+        "tensor_parallel_size": tensor_parallel_size,
+        "params": _layout(specs),
+    }
+    (folder / LAYOUT_FILE).write_text(json.dumps(layout))
 
 
 def restore_params(
     folder: Path,
     specs: Mapping[str, ParamSpec],
     *,
+    tensor_parallel_size: int,
     mesh: Mesh | None = None,
     rules: ShardingRules = DEFAULT_RULES,
 ) -> dict[str, jax.Array]:
-    """Read what ``save_params`` wrote, each device its own shards; the mesh may differ from the one saved from.
+    """Read what ``save_params`` wrote, each device its own shards.
 
     Raises:
         CheckpointError: nothing was saved there, or the saved layout is not the one ``specs`` declares (another
@@ -56,6 +68,10 @@ def restore_params(
         raise CheckpointError(
             f"{folder} has layout version {saved.get('version')}; {LAYOUT_VERSION} is readable."
         )
+    if saved["tensor_parallel_size"] != tensor_parallel_size:
+        raise CheckpointError(
+            f"{folder} was saved for tensor_parallel_size {saved['tensor_parallel_size']}, not {tensor_parallel_size}."
+        )
     wanted = _layout(specs)
     differing = sorted(
         k for k in wanted.keys() | saved["params"].keys() if wanted.get(k) != saved["params"].get(k)
@@ -71,7 +87,8 @@ def restore_params(
     if mesh is None:
         targets = {n: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=device) for n, t in targets.items()}
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "params", targets)
+        restored = checkpointer.restore(folder / "params", targets)
+    return {name: restored[name] for name in specs}
 
 
 def _layout(specs: Mapping[str, ParamSpec]) -> dict[str, list[object]]:

@@ -154,13 +154,13 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=str)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is corrupt: {error!r}.") from error
     if not names:
         raise CheckpointError(f"{index} is corrupt: it names no file.")
     for name in names:
-        if Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of that folder.")
         if not (folder / name).is_file():
             raise CheckpointError(f"{index} names {name!r}, which is missing from {folder}.")
