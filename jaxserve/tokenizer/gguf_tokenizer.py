@@ -67,7 +67,7 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], PreTokenizer] = {
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
     ("smaug-bpe", "dbrx"): PreTokenizer((_LLAMA3,)),
-    ("qwen2", "stablelm2"): PreTokenizer((_QWEN2,), nfc=True),
+    ("qwen2",): PreTokenizer((_QWEN2,), nfc=True),
     ("deepseek-r1-qwen",): PreTokenizer((_QWEN2,)),
     ("tekken",): PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     ("gpt-4o", "llama4"): PreTokenizer((_GPT4O,), ignore_merges=True),
