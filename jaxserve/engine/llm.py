@@ -180,7 +180,8 @@ class LLM:
                 for _, error in processed.failures:
                     raise error
                 finished |= {result.request_id: result for result in processed.results}
-                bar.update(len(processed.results))
+                if processed.results:
+                    bar.update(len(processed.results))
         return finished
 
 
