@@ -19,7 +19,7 @@ from jaxserve.tokenizer.template_environment import TemplateEnvironment, Templat
 
 MAX_SECONDS = 5.0
 """Rendering time of one conversation."""
-MAX_TEMPLATE_CHARACTERS = 1 << 20
+MAX_TEMPLATE_CHARACTERS = 1 << 17
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that hold text, by OpenAI's names."""
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")

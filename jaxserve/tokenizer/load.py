@@ -2,6 +2,10 @@
 
 ``tokenizer.json`` is read with the ``tokenizers`` library alone, and GGUF with our own reader: importing
 transformers takes seconds. It is the fallback for folders that hold only older formats.
+
+As in transformers 5, the post-processor of ``tokenizer.json`` alone says which special tokens are added
+to a text; ``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` are left-overs beside
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from jaxserve.tokenizer.fast_tokenizer import FastTokenizer
 from jaxserve.tokenizer.gguf_metadata import read_gguf_metadata
-from jaxserve.tokenizer.gguf_tokenizer import PREFIX, build_gguf_tokenizer, set_bos_eos
+from jaxserve.tokenizer.gguf_tokenizer import PREFIX, build_gguf_tokenizer
 
 TOKENIZER_FILES = (
     "tokenizer*", "*.jinja", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json",
@@ -117,7 +121,6 @@ def _load_tokenizer_json(folder: Path, config: dict[str, Any]) -> FastTokenizer:
     backend.no_padding()
     named = _named_tokens(folder, config)
     _add_missing_tokens(backend, config, named)
-    _apply_bos_eos(backend, config, named)
     return FastTokenizer(backend, named_tokens=named, chat_templates=_chat_templates(folder, config))
 
 
@@ -149,17 +152,6 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any], named: Mapping
     for text in named.values():
         if not known.get(text, False):
             backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-
-
-def _apply_bos_eos(backend: Backend, config: dict[str, Any], named: Mapping[str, str]) -> None:
-    """An explicit ``add_bos_token`` or ``add_eos_token`` wins over the post-processor of tokenizer.json."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    tokens = [token for token in (bos, eos) if token is not None]
-    ids = [(token, backend.token_to_id(token)) for token in tokens]
-    set_bos_eos(backend, bos=bos, eos=eos, special_tokens=[(t, i) for t, i in ids if i is not None])
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

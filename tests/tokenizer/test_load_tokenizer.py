@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 
 from jaxserve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from jaxserve.tokenizer.fast_tokenizer import FastTokenizer
+from jaxserve.tokenizer.gguf_tokenizer import set_bos_eos
 from jaxserve.tokenizer.load import load_tokenizer, resolve_eos_token_ids
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -61,19 +62,17 @@ def test_a_folder_without_a_config(tmp_path: Path):
     assert tokenizer.decode(tokenizer.encode("é")) == "é"
 
 
-@pytest.mark.parametrize(
-    ("config", "before", "after"),
-    [
-        ({}, [], []),
-        ({"add_bos_token": True}, [BOS], []),
-        ({"add_bos_token": True, "add_eos_token": True}, [BOS], [EOS]),
-        ({"add_bos_token": False}, [], []),
-    ],
-)
-def test_bos_and_eos_are_added_as_configured(tmp_path: Path, config: dict[str, Any], before: Any, after: Any):
-    tokenizer = load_tokenizer(write_folder(tmp_path / "m", {**NAMED, **config}))
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    assert tokenizer.encode("a") == [*before, *bare, *after]
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
+def test_tokenizer_json_alone_says_what_is_added_to_a_text(tmp_path: Path, config: dict[str, Any]):
+    plain = load_tokenizer(write_folder(tmp_path / "m", {**NAMED, **config}))
+    assert plain.encode("a") == plain.encode("a", add_special_tokens=False)
+    folder = write_folder(tmp_path / "n", {**NAMED, **config, "add_bos_token": False})
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    set_bos_eos(backend, bos="<bos>", eos=None, special_tokens=[("<bos>", BOS)])
+    backend.save(str(folder / "tokenizer.json"))
+    adding = load_tokenizer(folder)
+    assert adding.encode("a") == [BOS, *plain.encode("a")]
+    assert adding.encode("a", add_special_tokens=False) == plain.encode("a")
 
 
 def test_tokens_declared_in_the_config_alone_are_added(tmp_path: Path):
