@@ -110,8 +110,9 @@ class FakePendingStep:
         self._ready_at = time.monotonic() + runner.step_seconds
 
     def result(self) -> ModelRunnerOutput:
-        oldest = self._runner.unread.pop(0) if self._runner.unread else None
-        assert oldest is self, "steps must be read once and in order"
+        unread = self._runner.unread
+        assert self in unread[:1], "steps must be read once and in order"
+        unread.pop(0)
         for row in self._rows:
             row.num_unread_tokens -= 1
         if (delay := self._ready_at - time.monotonic()) > 0:
