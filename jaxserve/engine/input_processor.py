@@ -32,7 +32,7 @@ MAX_CACHE_SALT = 128
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _INT64 = 1 << 64
 _SHRINK = 4
-"""Characters that a normalizer may make one of."""
+"""Characters that a normalizer may make one of, at most."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,9 @@ class InputProcessor:
         """
         draft = self._begin(request_id, prompt, sampling_params, priority, cache_salt, arrival_time)
         if draft.token_ids is None and draft.text is not None:
-            draft.token_ids = self.encode(draft.text, add_special_tokens=add_special_tokens)
+            draft.token_ids = self.encode(
+                self._fitting(draft.text, draft.params), add_special_tokens=add_special_tokens
+            )
         return self._finish(draft)
 
     async def process_async(
@@ -131,7 +133,8 @@ class InputProcessor:
         """``process``, but a long text is tokenized in a thread so that the event loop goes on."""
         draft = self._begin(request_id, prompt, sampling_params, priority, cache_salt, arrival_time)
         if draft.token_ids is None and draft.text is not None:
-            draft.token_ids = await self.encode_async(draft.text, add_special_tokens=add_special_tokens)
+            text = self._fitting(draft.text, draft.params)
+            draft.token_ids = await self.encode_async(text, add_special_tokens=add_special_tokens)
         return self._finish(draft)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -178,8 +181,6 @@ class InputProcessor:
             )
         params = self._check_params(sampling_params)
         text, token_ids, salt_in_prompt = self._read_prompt(prompt)
-        if text is not None and token_ids is None:
-            self._check_text(text, params)
         seed = params.seed if params.seed is not None else int(self._seeds.integers(0, 2**63 - 1))
         return _Draft(
             request_id=request_id,
@@ -325,21 +326,23 @@ class InputProcessor:
             raise InvalidRequestError("prompt holds neither 'prompt' nor 'prompt_token_ids'.", param="prompt")
         return text, None, prompt.get("cache_salt")
 
-    def _check_text(self, text: str, params: SamplingParams) -> None:
-        """Refuse a text that cannot fit, however it is cut into tokens: tokenizing it could take minutes."""
+    def _fitting(self, text: str, params: SamplingParams) -> str:
+        """The text to tokenize: a far too long one would take minutes, only to be refused or cut then."""
         tokenizer = self._need_tokenizer("prompt")
-        if params.truncate_prompt_tokens is not None or not isinstance(tokenizer, FastTokenizer):
-            return
-        if len(text) > LONG_TEXT + 16 * self.max_model_len:
-            characters = self.max_model_len * tokenizer.max_token_length * _SHRINK
-            if len(text) > characters:
-                raise InvalidRequestError(
-                    f"This model's maximum context length is {self.max_model_len} tokens, which hold "
-                    f"{characters} characters at most. However, your prompt has {len(text)} characters. "
-                    "Please reduce the length of the input prompt.",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
+        if len(text) <= LONG_TEXT + 16 * self.max_model_len or not isinstance(tokenizer, FastTokenizer):
+            return text
+        characters = self.max_model_len * tokenizer.max_token_length * _SHRINK
+        if len(text) <= characters:
+            return text
+        if params.truncate_prompt_tokens is not None:
+            return text[-characters:]
+        raise InvalidRequestError(
+            f"This model's maximum context length is {self.max_model_len} tokens, which hold {characters} "
+            f"characters at most. However, your prompt has {len(text)} characters. Please reduce the length "
+            "of the input prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
     def _check_token_ids(self, values: Any) -> list[int]:
         if isinstance(values, np.ndarray):
@@ -402,20 +405,6 @@ class _Draft:
     priority: int
     cache_salt: str | None
     arrival_time: float
-
-
-def sampling_defaults(
-    generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The SamplingParams fields that a model's generation_config.json sets, ``overrides`` merged over it.
-
-    ``max_new_tokens`` is ``max_tokens``. What else such a file holds has no meaning here.
-    """
-    merged = {**generation_config, **(overrides or {})}
-    if merged.get("max_new_tokens") is not None:
-        merged.setdefault("max_tokens", merged["max_new_tokens"])
-    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_tokens")
-    return {name: merged[name] for name in names if merged.get(name) is not None}
 
 
 def _check_token_id(index: int, value: Any) -> int:

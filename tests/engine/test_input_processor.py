@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from jaxserve.engine.input_processor import LONG_TEXT, InputProcessor, sampling_defaults
+from jaxserve.engine.input_processor import LONG_TEXT, InputProcessor
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer.fast_tokenizer import FastTokenizer
@@ -171,6 +171,14 @@ def test_an_absurdly_long_text_is_refused_without_tokenizing():
     assert error.code == "context_length_exceeded"
 
 
+def test_an_absurdly_long_text_is_cut_before_tokenizing_when_it_may_be_truncated():
+    start = time.perf_counter()
+    params = SamplingParams(truncate_prompt_tokens=3)
+    request = make().process("r", "x" * 50_000_000 + " a cat", params)
+    assert time.perf_counter() - start < 2.0
+    assert request.prompt_token_ids == TOKENIZER.encode("x a cat")[-3:]
+
+
 def test_max_tokens_beyond_the_context_is_refused_and_within_is_clamped_later():
     error = refused("max_tokens is 51", "max_tokens", params=SamplingParams(max_tokens=MAX_LEN + 1))
     assert error.code == "context_length_exceeded"
@@ -234,15 +242,6 @@ def test_defaults_stand_in_for_missing_parameters_only():
     processor = make(default_sampling_params={"temperature": 0.25, "top_k": 9})
     assert processor.process("r", "cat").sampling_params.top_k == 9
     assert processor.process("r", "cat", SamplingParams()).sampling_params.top_k == 0
-
-
-def test_defaults_of_a_generation_config():
-    config: dict[str, Any] = {"temperature": 0.6, "top_p": None, "top_k": 20, "max_new_tokens": 5}
-    config |= {"do_sample": True, "pad_token_id": 2}
-    assert sampling_defaults(config) == {"temperature": 0.6, "top_k": 20, "max_tokens": 5}
-    assert sampling_defaults(config, {"top_k": 1, "max_tokens": 7})["top_k"] == 1
-    assert sampling_defaults(config, {"max_tokens": 7})["max_tokens"] == 7
-    assert sampling_defaults({}) == {}
 
 
 def test_bad_words_are_tokenized_at_the_start_and_after_a_space():
