@@ -2,8 +2,8 @@
 
 Needs torch and transformers; the tests that read the fixtures do not. Run from the repository root:
 
-    python scripts/make_parity_fixtures.py tiny      # logits of the tiny checkpoints, and of SmolLM2 for one prompt
-    python scripts/make_parity_fixtures.py greedy    # 28 greedy continuations of the packaged SmolLM2 (minutes)
+    python scripts/make_parity_fixtures.py tiny      # logits of the tiny checkpoints and of SmolLM2
+    python scripts/make_parity_fixtures.py greedy    # 28 greedy continuations of SmolLM2 (minutes)
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def write_smollm2_greedy() -> None:
         lines.append(json.dumps(case, separators=(",", ":")))
         text = tokenizer.decode(tokens[:16])
         print(
-            f"{len(prompt):5} tokens, {time.monotonic() - started:5.1f} s, least margin {min(margins)}: {text!r}",
+            f"{len(prompt):5} tokens, {time.monotonic() - started:5.1f} s, least margin {min(margins)}: "
+            f"{text!r}",
             flush=True,
         )
     about = {

@@ -1,5 +1,7 @@
 """The 28 prompts of the greedy parity fixture: prose, code, lists, tables and chats of 5 to 1,500 tokens."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 PROSE = (

@@ -20,7 +20,7 @@ def named_sharding(
 def constrain(
     value: jax.Array, axes: Sequence[str | None], mesh: Mesh | None, rules: ShardingRules = DEFAULT_RULES
 ) -> jax.Array:
-    """Tell the partitioner how ``value`` is split inside a jitted function; without a mesh, nothing happens."""
+    """Tell the partitioner how ``value`` is split inside a jitted function; a no-op without a mesh."""
     if mesh is None or mesh.size == 1:
         return value
     return jax.lax.with_sharding_constraint(value, named_sharding(mesh, axes, rules))

@@ -1,4 +1,4 @@
-"""ParamSpec: one declaration of a parameter, from which shapes, shardings, dummy values and loading all follow."""
+"""ParamSpec: one declaration of a parameter, from which shape, sharding, dummy values and loading follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ShardingRules: which mesh axis splits each logical axis. Models name logical axes only; this table is the policy."""
+"""ShardingRules: which mesh axis splits each logical axis. Models name logical axes; this is the policy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis to mesh axis (``data``, ``model``, ``expert``); None keeps the dimension whole on every device.
+    """Logical axis to mesh axis (``data``, ``model``, ``expert``); None keeps the dimension whole.
 
-    The defaults are Megatron's tensor parallelism: heads and the feed-forward size are split, so that attention and
-    the feed-forward need one all-reduce each; the vocabulary is split for the embedding and the logits.
+    The defaults are Megatron's tensor parallelism: heads and the feed-forward size are split, so that
+    attention and the feed-forward need one all-reduce each; the vocabulary is split for the embedding and
+    the logits.
     """
 
     embed: str | None = None

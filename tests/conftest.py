@@ -1,4 +1,4 @@
-"""Every test runs on the CPU with 8 virtual devices, unless the environment says otherwise. Imports no JAX."""
+"""Tests run on the CPU with 8 virtual devices, unless the environment says otherwise. Imports no JAX."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache: one product for q, k and v, rotation, the backend, the output product."""
+"""Self-attention over the paged cache: the q, k and v product, rotation, the backend, the output product."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int
 class Attention(nnx.Module):
     """One layer's attention.
 
-    The weights are matrices, whose layout suits the products on every device. ``qkv`` is [M, K (G + 2) D]: per KV
-    head its G query heads, then its key, then its value, so that splitting the columns keeps each group together.
-    ``out`` is [H D, M].
+    The weights are matrices, whose layout suits the products on every device. ``qkv`` is [M, K (G + 2) D]:
+    per KV head its G query heads, then its key, then its value, so that splitting the columns keeps each
+    group together. ``out`` is [H D, M].
     """
 
     def __init__(

@@ -91,6 +91,7 @@ class Decoder(nnx.Module):
         num_kv_heads = stored_kv_heads(config.num_heads, config.num_kv_heads, context.tensor_parallel_size)
         group, size = config.num_heads // num_kv_heads, config.head_size
         layers, hidden = config.num_layers, config.hidden_size
+        config.rope.frequencies(size)  # refuses incomplete rope parameters now rather than in the first step
         self.config = config
         self.context = context
         self.num_kv_heads = num_kv_heads

@@ -1,4 +1,4 @@
-"""Norm weights and biases of all layers, each kind stacked into one array: every array costs time at dispatch."""
+"""Norm weights and biases, stacked over the layers: every array costs time at dispatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.layers.params import LayerContext
 
 @dataclass(frozen=True)
 class LayerVectors:
-    """One layer's vectors; None where the model has none. Matrix biases are in their matrix's column order."""
+    """One layer's vectors; None where the model has none. Biases are in their matrix's column order."""
 
     input_norm: jax.Array
     """[M]"""

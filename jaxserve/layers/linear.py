@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def contract(x: jax.Array, weight: jax.Array, equation: str) -> jax.Array:
     """An einsum of activations with one weight, accumulated and returned in float32.
 
-    float32 operands are multiplied as float32 on every device (accelerators would round them to bfloat16 or TF32).
+    float32 operands are multiplied as float32 on every device; accelerators would round them otherwise.
     """
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=jnp.float32)

@@ -27,8 +27,8 @@ def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
 class GatedMLP(nnx.Module):
     """Weights [M, 2 F] and [F, M].
 
-    The first holds, per device of the tensor-parallel group, that device's columns of gate, then those of up: split
-    over the devices, each keeps matching halves.
+    The first holds, per device of the tensor-parallel group, that device's columns of gate, then those of
+    up: split over the devices, each keeps matching halves.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, context: LayerContext) -> None:

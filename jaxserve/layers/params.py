@@ -34,7 +34,7 @@ class LayerContext:
     def param(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float = 0.02, mean: float = 0.0
     ) -> nnx.Param[jax.Array]:
-        """Declare a parameter in the compute type: abstract until the split-once form binds an array to it."""
+        """Declare a parameter in the compute type. It is abstract: ``Model`` binds an array to it."""
         spec = ParamSpec(shape, self.dtype, axes, scale, mean)
         return nnx.Param(spec.abstract(), spec=spec)
 

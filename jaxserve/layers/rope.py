@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) and its context extensions: linear, Llama 3, YaRN, GGUF's factors."""
+"""Rotary position embedding (Su et al., 2021) and its extensions: linear, Llama 3, YaRN, GGUF factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "freq_factors")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions turn into angles. ``scaling`` holds the rope type's own numbers, as config.json names them."""
+    """How positions turn into angles. ``scaling``: the rope type's numbers, as config.json names them."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -58,7 +58,12 @@ class RopeConfig:
         """Radians per position of each pair, [D / 2] float32, and the factor on cosine and sine.
 
         In float32 throughout, like the reference implementations the models were trained with.
+
+        Raises:
+            UnsupportedModelError: an odd head size, or numbers of the rope type that are missing.
         """
+        if head_size % 2:
+            raise UnsupportedModelError(f"a head size of {head_size} cannot be rotated in pairs.")
         exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
         base = (np.float32(1.0) / np.power(np.float32(self.theta), exponents)).astype(np.float32)
         if self.rope_type == "linear":
@@ -68,12 +73,17 @@ class RopeConfig:
         if self.rope_type == "yarn":
             return _yarn(base, head_size, self)
         if self.rope_type == "freq_factors":
-            return base / np.asarray(self.scaling["factors"], np.float32), 1.0
+            factors = np.asarray(self.scaling.get("factors"), np.float32)
+            if factors.shape != base.shape:
+                raise UnsupportedModelError(
+                    f"rope needs {len(base)} frequency factors, got shape {factors.shape}."
+                )
+            return base / factors, 1.0
         return base, 1.0
 
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, the rest in between."""
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     turns = rope.number("original_max_position_embeddings") * base / np.float32(2 * math.pi)
     kept = np.clip((turns - np.float32(low)) / np.float32(high - low), 0.0, 1.0)
@@ -136,7 +146,7 @@ class RopeAngles:
         return cls(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
     def rotate(self, x: jax.Array) -> jax.Array:
-        """Rotate [T, K, N, D]; the pair of element i is i + D / 2. Computed in float32, returned in x's type."""
+        """Rotate [T, K, N, D] in float32, returned in x's type; the pair of element i is i + D / 2."""
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Model families, one a file, and ``build``: from a config.json to pure functions over a flat dict of arrays."""
+"""Model families, one a file, and ``build``: from a config.json to pure functions over a dict of arrays."""
 
 from jaxserve.models.functional import Model, Params, build
 

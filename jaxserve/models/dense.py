@@ -170,7 +170,7 @@ def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) 
                 place,
                 split=(*split, hidden),
                 order=(4, 0, 1, 2, 3),
-            )  # fmt: skip
+            )
         )
         if config.qkv_bias:
             bias = _stacked(f"{name}.{part}_proj.bias", "qkv_bias", config, layer, columns, place)
@@ -204,7 +204,7 @@ def _mlp_sources(config: DecoderConfig, devices: int, layer: int) -> list[Weight
                 place,
                 split=(*split, hidden),
                 order=(2, 0, 1),
-            )  # fmt: skip
+            )
         )
         if config.mlp_bias:
             bias = _stacked(f"{name}.{part}_proj.bias", "gate_up_bias", config, layer, columns, place)

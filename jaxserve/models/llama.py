@@ -12,7 +12,7 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def create(config: Mapping[str, Any], context: LayerContext) -> DenseCausalLM:
-    """``attention_bias`` puts a bias on all four products of attention, ``mlp_bias`` on all three of the MLP."""
+    """``attention_bias`` is on all four products of attention, ``mlp_bias`` on all three of the MLP."""
     attention_bias = bool(config.get("attention_bias", False))
     return DenseCausalLM(
         decoder_config(

@@ -1,4 +1,4 @@
-"""Mistral: Llama's decoder with a sliding window over every layer, and a head size of its own (Mistral Nemo)."""
+"""Mistral: Llama's decoder with a sliding window over every layer, and a head size of its own."""
 
 from __future__ import annotations
 

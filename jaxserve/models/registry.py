@@ -1,4 +1,4 @@
-"""Finding the family of a checkpoint: every module of this package that is not a helper declares ARCHITECTURES."""
+"""Finding a checkpoint's family: every module here that is not a helper declares its ARCHITECTURES."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
         UnsupportedModelError: naming the architecture and listing the supported ones.
     """
     architectures = config.get("architectures") or []
+    architectures = [architectures] if isinstance(architectures, str) else architectures
     for architecture in architectures:
         if architecture in _families():
             return _families()[architecture]

@@ -1,7 +1,7 @@
-"""Random parameters straight on the devices, for any config: what ``--load-format dummy`` serves and benchmarks use.
+"""Random parameters straight on the devices, for any config: what ``--load-format dummy`` serves.
 
-Values come from an integer hash of (seed, parameter, element), not from a counter-based generator: a few operations
-an element, no communication between shards, and the same values however the parameter is split.
+Values come from an integer hash of (seed, parameter, element), not from a counter-based generator: a few
+operations an element, no communication between shards, and the same values however the parameter is split.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _element_numbers(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """A 32-bit integer hash of full avalanche (xor-shift-multiply, constants of C. Wellons' ``lowbias32``)."""
+    """A 32-bit integer hash: xor-shift-multiply with the constants of C. Wellons' ``lowbias32``."""
     x = x ^ (x >> 16)
     x = x * np.uint32(0x7FEB352D)
     x = x ^ (x >> 15)

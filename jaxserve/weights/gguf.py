@@ -1,7 +1,7 @@
 """Reading GGUF files: metadata, the tensor table, and tensors dequantized through the ``gguf`` package.
 
-The file's header is parsed here rather than by ``gguf.GGUFReader``, which takes seconds for a large vocabulary.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The file's header is parsed here rather than by ``gguf.GGUFReader``, which takes seconds for a large
+vocabulary. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """One file: ``metadata`` (Python values) and ``tensors`` (the table), validated against the file's size."""
+    """One file: ``metadata`` (Python values) and ``tensors`` (the table), checked against its size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,8 +118,8 @@ class GGUFFile:
             begin = data_start + tensor.begin
             if begin + tensor.num_bytes > len(self._map):
                 raise CheckpointError(
-                    f"{self.path} is truncated: tensor {name!r} ends at byte {begin + tensor.num_bytes}, the file at "
-                    f"{len(self._map)}."
+                    f"{self.path} is truncated: tensor {name!r} ends at byte {begin + tensor.num_bytes}, "
+                    f"the file at {len(self._map)}."
                 )
             self.tensors[name] = GGUFTensor(tensor.shape, tensor.type, begin, tensor.num_bytes)
 
@@ -182,7 +182,8 @@ def _read_tensor_entry(cursor: _Cursor, path: Path) -> tuple[str, GGUFTensor]:
     block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
     if not shape or shape[-1] % block:
         raise CheckpointError(
-            f"{path} is corrupt: tensor {name!r} of shape {shape} is no whole number of {type_name} blocks a row."
+            f"{path} is corrupt: tensor {name!r} of shape {shape} is no whole number of {type_name} "
+            "blocks a row."
         )
     return name, GGUFTensor(shape, type_name, begin, math.prod(shape) // block * block_bytes)
 
@@ -228,7 +229,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 def undo_rope_permutation(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring elements (0, 1), (2, 3), …; Hugging Face rotates (0, D/2), (1, D/2 + 1), ….
+    """llama.cpp rotates elements (0, 1), (2, 3), …; Hugging Face rotates (0, D/2), (1, D/2 + 1), ….
 
     Its converter interleaves the halves of each head's rows accordingly; this puts them back.
     """

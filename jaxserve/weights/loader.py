@@ -1,4 +1,4 @@
-"""Loading: each parameter is assembled on the host from its checkpoint tensors, sent to the devices, and let go."""
+"""Loading: each parameter is assembled on the host, sent to the devices, and let go."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_params(
     shard only.
 
     Raises:
-        CheckpointError: a missing tensor, an unexpected shape, an unreadable type, a truncated or corrupt file.
+        CheckpointError: a missing tensor, an unexpected shape, an unreadable type, a broken file.
     """
     checkpoint = open_checkpoint(files.path, files.format)
     check_tensors(checkpoint, weight_map, files)

@@ -1,4 +1,4 @@
-"""The engine-ready form on disk (fused, in the compute type, shard by shard) through Orbax, for fast restarts."""
+"""The engine-ready form (fused, in the compute type) on disk through Orbax, for fast restarts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def restore_params(
     """Read what ``save_params`` wrote, each device its own shards.
 
     Raises:
-        CheckpointError: nothing was saved there, or the saved layout is not the one ``specs`` declares (another
-            model, dtype or tensor-parallel size).
+        CheckpointError: nothing was saved there, or the saved layout is not the one ``specs`` declares
+            (another model, dtype or tensor-parallel size).
     """
     import orbax.checkpoint as ocp
 
@@ -70,7 +70,8 @@ def restore_params(
         )
     if saved["tensor_parallel_size"] != tensor_parallel_size:
         raise CheckpointError(
-            f"{folder} was saved for tensor_parallel_size {saved['tensor_parallel_size']}, not {tensor_parallel_size}."
+            f"{folder} was saved for tensor_parallel_size {saved['tensor_parallel_size']}, not "
+            f"{tensor_parallel_size}."
         )
     wanted = _layout(specs)
     differing = sorted(
@@ -79,8 +80,8 @@ def restore_params(
     if differing:
         name = differing[0]
         raise CheckpointError(
-            f"{folder}: {len(differing)} parameter(s) differ from the model's; {name} is {saved['params'].get(name)} "
-            f"there and {wanted.get(name)} here."
+            f"{folder}: {len(differing)} parameter(s) differ from the model's; {name} is "
+            f"{saved['params'].get(name)} there and {wanted.get(name)} here."
         )
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     targets = {name: spec.abstract(mesh, rules) for name, spec in specs.items()}

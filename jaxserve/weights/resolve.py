@@ -130,6 +130,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
-            f"Model {model!r} cannot be found: {tried}, and the hub{at} gave {type(error).__name__}{offline}: {reason}"
+            f"Model {model!r} cannot be found: {tried}, and the hub{at} gave "
+            f"{type(error).__name__}{offline}: {reason}"
         ) from error
     return Path(folder)

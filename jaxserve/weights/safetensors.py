@@ -1,7 +1,7 @@
-"""Reading safetensors folders through a memory map: bfloat16 included, one tensor at a time, checked before use.
+"""Reading safetensors folders through a memory map, bfloat16 included, one tensor at a time.
 
-Format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), then the data.
-https://github.com/huggingface/safetensors#format
+Format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), then the
+data. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class SafetensorsFile:
         expected = math.prod(entry.shape) * dtype.itemsize
         if entry.end - entry.begin != expected:
             raise CheckpointError(
-                f"{self.path} is corrupt: tensor {name!r} of shape {entry.shape} and type {entry.dtype} needs "
-                f"{expected} bytes, the file has {entry.end - entry.begin}."
+                f"{self.path} is corrupt: tensor {name!r} of shape {entry.shape} and type {entry.dtype} "
+                f"needs {expected} bytes, the file has {entry.end - entry.begin}."
             )
         flat = np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.begin)
         return flat.reshape(entry.shape)
@@ -146,8 +146,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickled:
         raise CheckpointError(
-            f"{folder} holds pickled weights ({pickled[0]}), which can run code when opened and are refused. Convert "
-            "them once with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+            f"{folder} holds pickled weights ({pickled[0]}), which can run code when opened and are "
+            "refused. Convert them once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise CheckpointError(f"{folder} holds no .safetensors file.")
 

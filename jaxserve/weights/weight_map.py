@@ -1,4 +1,4 @@
-"""WeightSource: one checkpoint tensor and its place in a parameter. A family's list of them is all a loader needs."""
+"""WeightSource: one checkpoint tensor and its place in a parameter. A list of them is all a loader needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of tiny checkpoints of every family equal transformers' (float32): from fixtures, and live with torch."""
+"""Logits of tiny checkpoints equal transformers' (float32): from fixtures, and live where torch is."""
 
 import importlib.util
 from pathlib import Path

@@ -57,7 +57,9 @@ def test_two_all_reduces_a_layer(tmp_path: Path) -> None:
     model, _ = load(folder, 4)
     step, args = abstract_step(model, make_mesh(4), num_tokens=16)
     text = jax.jit(step).lower(*args).compile().as_text()
-    collectives = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)", text)
+    collectives = re.findall(
+        r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)", text
+    )
     assert collectives == ["all-reduce"] * (1 + 2 * 3)
 
 

@@ -1,4 +1,4 @@
-"""Running a model's pure functions over one sequence, in chunks, with a paged cache: what the runner does, in small."""
+"""Running a model over one sequence, in chunks, with a paged cache: what the runner does, in small."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OracleBackend:
 
 
 def one_row_metadata(start: int, num_tokens: int, padded: int, num_blocks: int) -> AttentionMetadata:
-    """The batch of one row's tokens ``start`` to ``start + num_tokens``, in blocks 1, 2, …, padded to T tokens."""
+    """The batch of one row's tokens from ``start`` on, in blocks 1, 2, …, padded to T tokens."""
     live = np.arange(padded) < num_tokens
     positions = np.where(live, start + np.arange(padded), 0)
     out_of_range = (num_blocks + 1) * BLOCK_SIZE
@@ -82,7 +82,7 @@ def sequence_logits(
     chunks: Sequence[int],
     cache_dtype: object,
 ) -> np.ndarray:
-    """Logits [len(token_ids), V] of one sequence computed in chunks of these lengths, padded to the longest."""
+    """Logits [len(token_ids), V] of one sequence, in chunks of these lengths, padded to the longest."""
     assert sum(chunks) == len(token_ids)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     backend = OracleBackend()
@@ -114,7 +114,9 @@ def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
     """A step function and abstract arguments sharded over a mesh: what ahead-of-time compilation takes."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     backend = OracleBackend()
-    split = NamedSharding(mesh, PartitionSpec(*("model" if i == backend.kv_head_axis() else None for i in range(5))))
+    split = NamedSharding(
+        mesh, PartitionSpec(*("model" if i == backend.kv_head_axis() else None for i in range(5)))
+    )
     whole = NamedSharding(mesh, PartitionSpec())
     caches = [
         jax.ShapeDtypeStruct(

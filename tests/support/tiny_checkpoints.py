@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every family as Hugging Face folders, the same on every machine and without torch.
+"""Tiny random checkpoints of every family as Hugging Face folders, the same everywhere, without torch.
 
-``write_tiny_checkpoint(folder, "qwen3")`` writes config.json, generation_config.json, model.safetensors and a real
-byte-level tokenizer with a chat template.
+``write_tiny_checkpoint(folder, "qwen3")`` writes config.json, generation_config.json, model.safetensors and
+a real byte-level tokenizer with a chat template.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Name to what it changes in ``BASE_CONFIG``."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENIZER_TEXT = (

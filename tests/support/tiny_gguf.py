@@ -37,7 +37,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_halves(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp's row order of q and k: element i of the first half, then element i of the second, per head."""
+    """llama.cpp's row order of q and k: per head, i of the first half, then i of the second."""
     halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 

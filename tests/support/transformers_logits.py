@@ -1,4 +1,4 @@
-"""What transformers answers for a tiny checkpoint: needs torch, so only the fixture script and live tests use it."""
+"""What transformers answers for a tiny checkpoint: needs torch, so only fixtures and live tests use it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_every_truncation_is_reported(tmp_path: Path) -> None:
     cut = tmp_path / "cut.safetensors"
     for length in range(len(data)):
         cut.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match="cut.safetensors"):
+        with pytest.raises(CheckpointError, match=r"cut\.safetensors"):
             SafetensorsFile(cut)
 
 
