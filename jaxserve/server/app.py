@@ -44,11 +44,11 @@ def create_app(
         chat_template: a template's text that replaces the model's own.
     """
     names = tuple(model_names)
-    service = GenerationService(
-        engine, ServedModel(names, model_root or names[0], int(time.time())), chat_template
-    )
     metrics = EngineMetrics(names[0], engine.info.max_model_len)
+    metrics.record_cache_config(block_size=engine.info.block_size, num_gpu_blocks=engine.info.num_blocks)
     engine.attach_metrics(metrics)
+    model = ServedModel(names, model_root or names[0], int(time.time()))
+    service = GenerationService(engine, model, metrics, chat_template)
 
     app = FastAPI(title="jaxserve", version=__version__, redoc_url=None)
     app.state.service = service

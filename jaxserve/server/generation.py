@@ -20,6 +20,7 @@ from jaxserve.errors import (
     QueueFullError,
     RequestFailedError,
 )
+from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxserve.tokenizer.interface import Tokenizer
@@ -99,12 +100,20 @@ class GenerationService:
     Args:
         engine: where requests go.
         model: the names it is served under.
+        metrics: where refusals are counted; the engine counts the rest.
         chat_template: a template that replaces the model's own.
     """
 
-    def __init__(self, engine: EngineClient, model: ServedModel, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        metrics: EngineMetrics,
+        chat_template: str | None = None,
+    ) -> None:
         self.engine = engine
         self.model = model
+        self._metrics = metrics
         self.chat_template = chat_template
         self.draining = False
         """True while shutting down: nothing new is admitted."""
@@ -216,7 +225,9 @@ class GenerationService:
                     add_special_tokens=add_special_tokens,
                 )
                 submission.add(engine_id, stream)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, QueueFullError):
+                self._metrics.record_rejected("queue_full")
             await submission.aclose()
             raise
         return submission

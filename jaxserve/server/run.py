@@ -71,6 +71,7 @@ def run_server(
         finally:
             if engine is not None:
                 engine.shutdown()
+                logger.info("Stopped.")
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -153,7 +154,7 @@ class Server(uvicorn.Server):
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            logger.info("Listening on http://%s", address)
+            logger.info("Listening on http://%s, documentation at /docs", address)
 
 
 async def _serve(
@@ -176,7 +177,6 @@ async def _serve(
     finally:
         stop.on_first = None
         watcher.cancel()
-    logger.info("Stopped.")
     return 0 if engine.errored is None else 1
 
 

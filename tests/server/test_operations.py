@@ -119,6 +119,7 @@ async def test_metrics_of_requests(client, complete):
     assert await metric(client, "jaxserve:request_generation_tokens_sum", model_name="fake-model") == 4
     assert await metric(client, "jaxserve:num_requests_running") == 0
     assert await metric(client, "jaxserve:compilations_total") == 0
+    assert await metric(client, "jaxserve:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
 
 
 async def test_metrics_of_http(client, complete):

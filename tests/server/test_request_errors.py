@@ -353,6 +353,8 @@ async def test_a_full_queue(endpoint):
     app = create_app(FakeEngine(max_running=0), ServerConfig(), ["m"])
     async with client_of(app) as client:
         assert error(await post(client, endpoint), 503)["type"] == "Service Unavailable"
+        metrics = (await client.get("/metrics")).text
+    assert 'jaxserve:admission_rejections_total{engine="0",model_name="m",reason="queue_full"} 1.0' in metrics
 
 
 async def test_a_dead_engine(endpoint):

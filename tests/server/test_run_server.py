@@ -244,3 +244,18 @@ def test_a_port_that_needs_rights_or_is_taken():
         sock.listen()
         with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 is in use"):
             bind_socket("127.0.0.1", sock.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_cannot_hold_the_server(start):
+    server = start(shutdown_timeout=0, step_seconds=0).ready()
+    body = json.dumps(LONG).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as stalled:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        stalled.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        stalled.recv(10)
+        time.sleep(2)  # the socket's buffers fill up
+        began = server.signal()
+        code, logged = server.wait()
+    assert code == 0, logged
+    assert time.monotonic() - began < 15
