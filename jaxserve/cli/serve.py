@@ -36,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     # The engine's code is imported after the command line is known to be right.
     from jaxserve.engine.async_engine import AsyncEngine
-
     from jaxserve.server.run import run_server
 
     model = engine_config.model_config.model
