@@ -1,4 +1,4 @@
-"""Imports go down only, and the host side never imports JAX: read from the sources, and tried in a fresh process."""
+"""Imports go down only, and the host side never imports JAX: read from the sources, and tried out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-# Rooms from the ground up. A room imports rooms of lower floors and itself; rooms of one floor do not know each
-# other. A module or package directly under jaxserve/ is a room; so are pallas_kernels and sharding.
+# Rooms from the ground up. A room imports rooms of lower floors and itself; rooms of one floor do not know
+# each other. A module or package directly under jaxserve/ is a room; so are pallas_kernels and sharding.
 FLOORS: list[set[str]] = [
     {"errors", "version", "pallas_kernels", "sharding"},
     {"config", "kv_cache_spec", "logs", "outputs", "sampling_params"},
@@ -32,7 +32,7 @@ DEVICE_ROOMS = {"pallas_kernels", "sharding", "weights", "layers", "sampling", "
 # These import only JAX, numpy, the standard library and themselves.
 STANDALONE = {"pallas_kernels", "sharding"}
 STANDALONE_MAY_IMPORT = {"jax", "jaxlib", "numpy"}
-# The one place where the engine gets its runner, inside a function; all else knows the runner by its protocol.
+# The one place that gets the runner, inside a function; all else knows the runner by its protocol.
 RUNNER_FACTORY = "jaxserve.engine.factory"
 # Rooms that do not import JAX inside a function either.
 NEVER_JAX = {"server", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request"}
@@ -46,7 +46,7 @@ When = Literal["import", "call", "typing"]
 
 @dataclass(frozen=True)
 class Import:
-    """``source`` imports ``target`` when it is imported itself, inside a function, or for type checkers only."""
+    """``source`` imports ``target``: when it is imported, inside a function, or for type checkers only."""
 
     source: str
     target: str
@@ -69,7 +69,7 @@ class Sources:
                 self._imported[found.source].add(found.target)
 
     def reachable(self, name: str) -> set[str]:
-        """All modules, also of third parties, that importing ``name`` imports (of third parties: directly)."""
+        """All modules that importing ``name`` imports; of third parties only the direct imports."""
         seen: set[str] = set()
         todo = [name]
         while todo:
