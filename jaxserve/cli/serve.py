@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from jaxserve.config import ENGINE_CONFIGS, EngineConfig, ServerConfig
 from jaxserve.config.cli_flags import add_config_flags, config_from_flags, flags_given
+from jaxserve.engine.front import read_chat_template
 from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging, log_level
 
@@ -73,20 +73,3 @@ def configs_from(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
 def served_names(model: str, config: ServerConfig) -> Sequence[str]:
     """The names that clients may ask for: as configured, else the model as it was named."""
     return config.served_model_name or [model or PACKAGED_MODEL_NAME]
-
-
-def read_chat_template(value: str | None) -> str | None:
-    """The text of a chat template that is given as a file or as the text itself.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if value is None or "{" in value or "\n" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template {value!r} is neither a readable file nor a Jinja template: {error}",
-            param="chat_template",
-        ) from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core_client import CoreClient
-from jaxserve.engine.front import Front, check_fits
+from jaxserve.engine.front import Front, check_fits, check_priority
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.engine.output_queue import RequestOutputQueue
 from jaxserve.engine.protocol import Prompt
@@ -43,6 +43,9 @@ class AsyncEngine:
         self._outputs = OutputProcessor(front.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = SchedulerStats()
+        client.listen(
+            lambda outputs: self._in_loop(self._process, outputs), lambda error: self._in_loop(self._die, error)
+        )
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
@@ -124,8 +127,9 @@ class AsyncEngine:
             EngineDeadError: the engine core died.
         """
         self._ensure_alive()
-        self._ensure_listening()
+        self._use_running_loop()
         self._check_queue()
+        check_priority(priority, self._config.scheduler_config)
         request = await self._inputs.process_async(
             request_id or f"req-{secrets.token_hex(12)}",
             prompt,
@@ -180,20 +184,17 @@ class AsyncEngine:
         if self.errored is not None:
             raise EngineDeadError(str(self.errored))
 
-    def _ensure_listening(self) -> None:
+    def _use_running_loop(self) -> None:
         """The first request's event loop is the one that outputs are handed to."""
         loop = asyncio.get_running_loop()
-        if self._loop is None:
+        if self._loop is None or self._loop.is_closed():
             self._loop = loop
-            self._client.listen(
-                lambda outputs: self._in_loop(self._process, outputs), lambda error: self._in_loop(self._die, error)
-            )
         elif self._loop is not loop:
             raise RuntimeError("An AsyncEngine serves one event loop; this is another one.")
 
     def _in_loop(self, function: Any, argument: Any) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
+        """Without a loop yet there is no request that could wait for it."""
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
     def _check_queue(self) -> None:

@@ -52,7 +52,7 @@ class EngineCore:
         kv_cache_tokens = (info.num_blocks - 1) * info.block_size
         longest = [info.max_model_len - 1, kv_cache_tokens]
         if not config.scheduler_config.enable_chunked_prefill:
-            longest.append(self.scheduler.max_num_batched_tokens)
+            longest.append(config.scheduler_config.max_num_batched_tokens or 0)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.info = EngineInfo(
@@ -122,8 +122,7 @@ class EngineCore:
         for step in steps:
             failed = dict.fromkeys(step.num_scheduled_tokens, STEP_FAILED)
             outputs += self.scheduler.update_from_output(step, ModelRunnerOutput(step.step_id, failed=failed))
-        running = [request.request_id for request in self.scheduler.running]
-        outputs += self.scheduler.fail_requests(running, STEP_FAILED)
+        outputs += self.scheduler.fail_requests(self.scheduler.running_request_ids(), STEP_FAILED)
         self.scheduler.reset_prefix_cache()
         self.runner.recover()
         return outputs

@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+from io import RawIOBase
 
 import msgspec
 import zmq
@@ -75,9 +76,7 @@ class CoreProcess:
             while not core.has_work() or not self._messages.empty():
                 if not self._handle(core, self._messages.get()):
                     return
-            outputs = core.step()
-            if outputs.outputs or not core.has_work():
-                self._send(Outputs(outputs))
+            self._send(Outputs(core.step()))
 
     def _handle(self, core: EngineCore, message: ToCore) -> bool:
         """False when told to stop."""
@@ -100,6 +99,10 @@ class CoreProcess:
     def _send(self, message: FromCore) -> None:
         self._output.send(self._encoder.encode(message))
 
+    def flush(self) -> None:
+        """Wait until what was sent has left this process."""
+        self._output.close(linger=1000)
+
     def _read(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToCore)
         while True:
@@ -107,22 +110,35 @@ class CoreProcess:
 
 
 def _exit_with_parent() -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
+
+
+def _read_exactly(stream: RawIOBase, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = stream.read(num_bytes - len(data))
+        if not part:
+            raise EOFError("The front process is gone.")
+        data += part
+    return data
 
 
 def main() -> int:
     # The terminal and process managers signal the whole group: the front process drains first, then stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    length = int.from_bytes(sys.stdin.buffer.read(8), "little")
-    config: EngineConfig = pickle.loads(sys.stdin.buffer.read(length))
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
+        config: EngineConfig = pickle.loads(_read_exactly(stdin, int.from_bytes(_read_exactly(stdin, 8), "little")))
     configure_logging(config.compilation_config.log_level)
-    code = CoreProcess(sys.argv[1], sys.argv[2]).run(config)
-    zmq.Context.instance().term()
+    process = CoreProcess(sys.argv[1], sys.argv[2])
+    code = process.run(config)
+    process.flush()
+    logging.shutdown()
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The interpreter's own end would wait for the threads that sit in reads.
+    os._exit(main())

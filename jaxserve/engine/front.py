@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.step import EngineInfo
 from jaxserve.tokenizer.interface import Tokenizer
 from jaxserve.tokenizer.load import load_tokenizer, resolve_eos_token_ids
@@ -89,9 +89,32 @@ def check_fits(request: ProcessedRequest, info: EngineInfo) -> None:
         )
 
 
+def check_priority(priority: int, config: SchedulerConfig) -> None:
+    """Refuse a priority that would be ignored.
+
+    Raises:
+        InvalidRequestError: the scheduler is first come, first served.
+    """
+    if priority and config.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {priority}, but this engine serves first come, first served. Start it with "
+            "--scheduling-policy priority.",
+            param="priority",
+        )
+
+
 def read_chat_template(value: str | None) -> str | None:
-    """A template given as a file or as its text."""
+    """The text of a chat template that is given as a file or as the text itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if value is None or "{" in value or "\n" in value:
         return value
-    path = Path(value).expanduser()
-    return path.read_text(encoding="utf-8") if path.is_file() else value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template {value!r} is neither a readable file nor a Jinja template: {error}",
+            param="chat_template",
+        ) from None

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.factory import create_core
-from jaxserve.engine.front import Front, check_fits, read_chat_template
+from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.engine.protocol import Prompt
 from jaxserve.errors import EngineDeadError, InvalidRequestError
@@ -74,6 +74,8 @@ class LLM:
         many = _as_prompts(prompts)
         params = _per_prompt("sampling_params", sampling_params, len(many))
         priorities = _per_prompt("priority", priority, len(many))
+        for rank in priorities:
+            check_priority(rank or 0, self._config.scheduler_config)
         requests = [
             self._inputs.process(
                 str(next(self._counter)), prompt, _final_only(param or self.get_default_sampling_params()),

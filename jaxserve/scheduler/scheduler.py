@@ -110,6 +110,10 @@ class Scheduler:
         self._lifecycle.drop_finished()
         return outputs
 
+    def running_request_ids(self) -> list[str]:
+        """Requests that hold blocks."""
+        return [request.request_id for request in self._lifecycle.running]
+
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._lifecycle.requests)
@@ -118,9 +122,10 @@ class Scheduler:
         """Whether to go on stepping: a request waits or runs, or ``take_outputs`` has something."""
         return bool(self._lifecycle.requests or self._outputs)
 
-    def unfinished_request_ids(self) -> list[str]:
-        """Ids of all requests that wait or run."""
-        return list(self._lifecycle.requests)
+    @property
+    def running(self) -> Sequence[Request]:
+        """The requests that hold blocks and a row of the runner's batch; preemption takes the last first."""
+        return self._lifecycle.running
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Outputs that arose while a step was scheduled: requests that turned out not to fit the cache alone.
