@@ -142,6 +142,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.harness.in_flight:
             self.harness.read()
 
+    @precondition(lambda self: self.harness.in_flight)
+    @rule()
+    def lose_device(self) -> None:
+        self.failed |= self.harness.lose_device()
+        assert not self.harness.scheduler.running
+        assert self.harness.scheduler.kv_cache.pool.num_cached == 0
+
     @rule()
     def reset_prefix_cache(self) -> None:
         self.harness.scheduler.reset_prefix_cache()

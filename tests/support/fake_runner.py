@@ -157,6 +157,8 @@ class FakeRunner:
         self.failures: dict[str, str] = {}
         """Request id to reason: its part of the next step with it fails, and leaves rubbish in its slots."""
         self.num_steps = 0
+        self.has_recovered = False
+        """Until the next step, which may still name rows that were lost."""
         self.closed = False
 
     def initialize(self) -> RunnerInfo:
@@ -171,6 +173,12 @@ class FakeRunner:
             num_programs=0,
             device="fake",
         )
+
+    def recover(self) -> None:
+        self.rows.clear()
+        self.unread.clear()
+        self.cache = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.has_recovered = True
 
     def num_compilations(self) -> int:
         return 0
@@ -194,8 +202,9 @@ class FakeRunner:
         leaving = step.finished_request_ids + step.preempted_request_ids
         assert len(leaving) == len(set(leaving)), f"leaves twice: {leaving}"
         for request_id in leaving:
-            assert request_id in self.rows, f"{request_id} leaves, but is not in the batch"
-            del self.rows[request_id]
+            row = self.rows.pop(request_id, None)
+            assert row or self.has_recovered, f"{request_id} leaves, but is not in the batch"
+        self.has_recovered = False
         for new in step.new_requests:
             assert new.request_id not in self.rows, f"{new.request_id} is new, but is in the batch"
             assert new.request_id in step.num_scheduled_tokens, f"{new.request_id} is new, but gets no tokens"

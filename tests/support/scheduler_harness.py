@@ -13,7 +13,13 @@ from jaxserve.kv_cache_spec import KVCacheGroup
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.step import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerOutput
+from jaxserve.step import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 VOCAB_SIZE = 50
 EOS = 2
@@ -133,6 +139,8 @@ class Harness:
         self.in_flight: deque[tuple[SchedulerOutput, FakePendingStep]] = deque()
         self.requests: dict[str, Request] = {}
         self.results: dict[str, Result] = {}
+        self.failed: list[str] = []
+        """Ids of requests that ended with an error, in that order."""
         self.now = 0.0
 
     def add(self, request_id: str, prompt: list[int], **params: object) -> Request:
@@ -179,6 +187,21 @@ class Harness:
         self.check_idle()
         return steps
 
+    def lose_device(self) -> set[str]:
+        """The device lost its state, and all steps in flight with it; returns the ids that fail."""
+        before = len(self.failed)
+        while self.in_flight:
+            step, _ = self.in_flight.popleft()
+            failed = dict.fromkeys(step.num_scheduled_tokens, "device lost")
+            self._collect(
+                self.scheduler.update_from_output(step, ModelRunnerOutput(step.step_id, failed=failed))
+            )
+        running = [request.request_id for request in self.scheduler.running]
+        self._collect(self.scheduler.fail_requests(running, "device lost"))
+        self.scheduler.reset_prefix_cache()
+        self.runner.recover()
+        return set(self.failed[before:])
+
     def _collect(self, outputs: list[EngineCoreOutput]) -> None:
         ids = [output.request_id for output in outputs]
         assert len(ids) == len(set(ids)), "two outputs of one request in a step"
@@ -186,6 +209,8 @@ class Harness:
             result = self.results[output.request_id]
             assert result.finish_reason is None, f"{output.request_id}: an output after its end"
             result.token_ids += output.new_token_ids
+            if output.error is not None:
+                self.failed.append(output.request_id)
             result.outputs.append(output)
 
     # --- checks ---------------------------------------------------------------------------------------------
