@@ -1,0 +1,206 @@
+"""TpuAttentionBackend: attention over the paged cache on TPU, by Mosaic kernels.
+
+A layer's cache is [num_blocks, P, K, block_size, L]. L is the head size rounded up to 128 lanes, P is 2 (keys, then
+values). Heads of up to 64 share lanes instead: P is 1, keys in the lower half of 128 lanes, values in the upper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels.kv_cache_update.tpu import WRITE_TILE, kv_cache_update
+from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
+from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+from pallas_kernels.ragged_paged_attention.tpu_kernel import MASKED, attend
+from pallas_kernels.ragged_paged_attention.tpu_tuning import (
+    LANES,
+    Problem,
+    Tiles,
+    choose_tiles,
+    generation_of,
+)
+from pallas_kernels.ragged_paged_attention.tpu_work import decode_items, tile_items
+
+PORTABLE = "the portable blocked attention (BlockedBackend) can"
+MAX_GROUP = 16
+MAX_HEAD_SIZE = 256
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+DTYPES = ("bfloat16", "float32")
+
+
+def supported(
+    head_size: int, group: int, block_size: int, dtype: Any, options: AttentionOptions | None = None
+) -> str | None:
+    """Why the TPU kernels cannot serve such a layer, with what can; None when they can.
+
+    Args:
+        head_size: D.
+        group: query heads a KV head.
+        block_size: tokens a block.
+        dtype: of queries and cache.
+        options: of the layer.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        reason = f"dtype {name} (use bfloat16 or float32)"
+    elif not 1 <= head_size <= MAX_HEAD_SIZE:
+        reason = f"head size {head_size} (at most {MAX_HEAD_SIZE})"
+    elif not 1 <= group <= MAX_GROUP:
+        reason = f"groups of {group} query heads (at most {MAX_GROUP})"
+    elif block_size not in BLOCK_SIZES:
+        reason = f"block size {block_size} (use one of {', '.join(map(str, BLOCK_SIZES))})"
+    elif options is not None and options.sliding_window is not None and options.sliding_window < 1:
+        reason = f"sliding window {options.sliding_window} (a query sees at least itself)"
+    else:
+        return None
+    return f"The TPU attention kernels do not do {reason}; {PORTABLE}."
+
+
+@dataclass(frozen=True)
+class TpuAttentionBackend:
+    """Attention on one generation of TPU.
+
+    Args:
+        generation: ``v5e``, ``v5p``, ``v6e``, ``tpu7x`` or a device kind that the tuning table knows.
+        mesh: where tensor parallelism splits heads over ``axis``: the kernels run per device inside ``shard_map``.
+            None for one device.
+        axis: the mesh axis of KV heads.
+        interpret: ``pltpu.InterpretParams`` runs the kernels on a CPU.
+        tiles: instead of the tuning table's choice.
+    """
+
+    generation: str
+    mesh: Mesh | None = None
+    axis: str = "model"
+    interpret: Any = False
+    tiles: Tiles | None = None
+    name = "tpu"
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """[num_blocks, P, K, block_size, L]."""
+        parts, lanes = _stored(head_size)
+        return (num_blocks, parts, num_kv_heads, block_size, lanes)
+
+    def kv_head_axis(self) -> int:
+        """K's."""
+        return 2
+
+    def supported(
+        self, head_size: int, group: int, block_size: int, dtype: Any, options: AttentionOptions | None = None
+    ) -> str | None:
+        """``supported`` of this module."""
+        return supported(head_size, group, block_size, dtype, options)
+
+    def update_and_attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See ``AttentionBackend``. Padding tokens' output is zero.
+
+        Raises:
+            ValueError: shapes or types the kernels cannot do (see ``supported``).
+        """
+        num_heads, head_size = q.shape[1:]
+        for dtype in (q.dtype, kv_cache.dtype):
+            reason = supported(head_size, num_heads // k.shape[1], kv_cache.shape[3], dtype, options)
+            if reason is not None:
+                raise ValueError(reason)
+        if sinks is None:
+            sinks = jnp.full(num_heads, MASKED, jnp.float32)
+
+        def local(q, k, v, kv_cache, metadata, sinks):
+            return self._on_device(q, k, v, kv_cache, metadata, options, sinks)
+
+        if self.mesh is None or self.mesh.shape[self.axis] == 1:
+            return local(q, k, v, kv_cache, metadata, sinks)
+        heads, cache = PartitionSpec(None, self.axis), PartitionSpec(None, None, self.axis)
+        whole = jax.tree.map(lambda _: PartitionSpec(), metadata)
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, cache, whole, PartitionSpec(self.axis)),
+            out_specs=(heads, cache),
+            check_vma=False,
+        )(q, k, v, kv_cache, metadata, sinks)
+
+    def _on_device(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        sinks: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """One device's heads."""
+        num_tokens, num_heads, head_size = q.shape
+        _, parts, kv_heads, block, lanes = kv_cache.shape
+        num_rows = metadata.seq_lens.shape[0]
+        kv_cache = kv_cache_update(
+            kv_cache, _stack(k, v, parts, lanes), metadata.slot_mapping, num_rows, self.interpret
+        )
+        compute = jnp.promote_types(q.dtype, kv_cache.dtype)
+        problem = Problem(
+            num_tokens, num_heads, kv_heads, parts, lanes, block, kv_cache.dtype.itemsize, compute.itemsize
+        )
+        tiles = self.tiles or choose_tiles(generation_of(self.generation), problem)
+        queries = jnp.pad(q.astype(jnp.float32), ((0, tiles.query_tile), (0, 0), (0, lanes - head_size)))
+        out = jnp.zeros((num_tokens, num_heads, lanes), jnp.float32)
+        group = num_heads // kv_heads
+        sinks = jnp.broadcast_to(
+            sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, LANES)
+        )
+        # Rows whose block tables SMEM holds at a time: all of them, unless contexts are very long.
+        rows_per_call = max(1, min(num_rows, tiles.table_bytes // (4 * metadata.block_tables.shape[1])))
+        for row in range(0, num_rows, rows_per_call):
+            rows = min(rows_per_call, num_rows - row)
+            out = attend(
+                queries, kv_cache, out,
+                decode_items(metadata, row, rows),
+                tile_items(metadata, row, rows, tiles.query_tile, num_tokens),
+                metadata.block_tables[row : row + rows], sinks, options, tiles, compute, self.interpret,
+            )  # fmt: skip
+        values = out[:, :, head_size : 2 * head_size] if parts == 1 else out[:, :, :head_size]
+        return values.astype(q.dtype), kv_cache
+
+
+def tpu_backend(device: jax.Device, mesh: Mesh | None = None) -> TpuAttentionBackend:
+    """The backend of a TPU.
+
+    Raises:
+        ValueError: for a generation that the tuning table does not list.
+    """
+    return TpuAttentionBackend(generation_of(device.device_kind), mesh)
+
+
+def _stored(head_size: int) -> tuple[int, int]:
+    """(P, L) of a head size."""
+    if 2 * head_size <= LANES:
+        return 1, LANES
+    return 2, -(-head_size // LANES) * LANES
+
+
+def _stack(k: jax.Array, v: jax.Array, parts: int, lanes: int) -> jax.Array:
+    """[T, K, D] keys and values as the cache stores them: [T, P, K, L]."""
+    if parts == 1:
+        both = jnp.concatenate([k, v], axis=-1)[:, None]
+    else:
+        both = jnp.stack([k, v], axis=1)
+    return jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, lanes - both.shape[-1])))
+
+
+__all__ = ["WRITE_TILE", "TpuAttentionBackend", "supported", "tpu_backend"]
