@@ -6,10 +6,9 @@ import jax
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.layer_vectors import LayerVectors
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 
@@ -46,24 +45,29 @@ class Attention(nnx.Module):
         head_size: int,
         options: AttentionOptions,
         context: LayerContext,
-        qk_norm_eps: float = 1e-6,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
     ) -> None:
+        """``qk_norm_eps`` not None: each query and key head is normalised before its rotation."""
         group = num_heads // num_kv_heads
-        self.heads_shape = (num_kv_heads, group + 2, head_size)
         columns = num_kv_heads * (group + 2) * head_size
+        self.heads_shape = (num_kv_heads, group + 2, head_size)
         self.qkv = context.param((hidden_size, columns), ("embed", "kv_heads"))
+        self.qkv_bias = context.param((columns,), ("kv_heads",), scale=0.0) if qkv_bias else None
         self.out = context.param((num_heads * head_size, hidden_size), ("heads", "embed"))
-        self.options = options
+        self.out_bias = context.param((hidden_size,), ("embed",), scale=0.0) if out_bias else None
+        # The query heads' weight G times, then the key's.
+        norm_shape, norm_axes = (group + 1, head_size), (None, "head_dim")
+        has_norm = qk_norm_eps is not None
+        self.qk_norm = context.param(norm_shape, norm_axes, scale=0.0, mean=1.0) if has_norm else None
         self.qk_norm_eps = qk_norm_eps
+        self.options = options
         self.context = context
 
     def __call__(
-        self,
-        x: jax.Array,
-        rope: RopeAngles,
-        kv_cache: jax.Array,
-        metadata: AttentionMetadata,
-        vectors: LayerVectors,
+        self, x: jax.Array, rope: RopeAngles, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Attend.
 
@@ -72,19 +76,19 @@ class Attention(nnx.Module):
             rope: the step's angles.
             kv_cache: this layer's cache.
             metadata: the step's batch.
-            vectors: this layer's biases, and the norm of its query and key heads.
 
         Returns:
             ([T, M], the updated cache).
         """
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv[...], "tm,mn->tn", vectors.qkv_bias).reshape(num_tokens, *self.heads_shape)
+        qkv = linear(x, self.qkv[...], "tm,mn->tn", value_of(self.qkv_bias))
+        qkv = qkv.reshape(num_tokens, *self.heads_shape)
         qkv = self.context.constrain(qkv, ("tokens", "kv_heads", None, "head_dim"))
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if vectors.qk_norm is not None:
-            qk = rms_norm(qk, vectors.qk_norm, self.qk_norm_eps)
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
         attended, kv_cache = self.context.backend.update_and_attend(q, k, v, kv_cache, metadata, self.options)
         attended = attended.reshape(num_tokens, -1)
-        return linear(attended, self.out[...], "th,hm->tm", vectors.out_bias), kv_cache
+        return linear(attended, self.out[...], "th,hm->tm", value_of(self.out_bias)), kv_cache

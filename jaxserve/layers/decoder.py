@@ -11,9 +11,8 @@ from flax import nnx
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.attention import Attention, stored_kv_heads
 from jaxserve.layers.embedding import Embedding, LMHead
-from jaxserve.layers.layer_vectors import LayerVectors, StackedVectors
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import StackedRMSNorm, rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -54,33 +53,21 @@ class DecoderConfig:
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: its large weights. Its vectors live in the decoder, stacked over the layers."""
+    """Attention and feed-forward of one layer."""
 
     def __init__(self, config: DecoderConfig, num_kv_heads: int, layer: int, context: LayerContext) -> None:
-        options = AttentionOptions(config.head_size**-0.5, config.sliding_windows[layer])
         self.attention = Attention(
-            config.hidden_size, config.num_heads, num_kv_heads, config.head_size, options, context,
-            config.rms_norm_eps,
-        )  # fmt: skip
-        self.mlp = GatedMLP(config.hidden_size, config.ffn_size, context)
-        self.eps = config.rms_norm_eps
-        self.context = context
-
-    def __call__(
-        self,
-        hidden: jax.Array,
-        rope: RopeAngles,
-        kv_cache: jax.Array,
-        metadata: AttentionMetadata,
-        vectors: LayerVectors,
-    ) -> tuple[jax.Array, jax.Array]:
-        """([T, M] residual stream after the layer, the updated cache)."""
-        normal = rms_norm(hidden, vectors.input_norm, self.eps)
-        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, vectors)
-        hidden = hidden + attended
-        normal = rms_norm(hidden, vectors.mlp_norm, self.eps)
-        hidden = hidden + self.mlp(normal, vectors.gate_up_bias, vectors.down_bias)
-        return self.context.constrain(hidden, ("tokens", "embed")), kv_cache
+            config.hidden_size,
+            config.num_heads,
+            num_kv_heads,
+            config.head_size,
+            AttentionOptions(config.head_size**-0.5, config.sliding_windows[layer]),
+            context,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        )
+        self.mlp = GatedMLP(config.hidden_size, config.ffn_size, context, bias=config.mlp_bias)
 
 
 class Decoder(nnx.Module):
@@ -89,23 +76,17 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
         check_ffn_size(config.ffn_size, context.tensor_parallel_size)
         num_kv_heads = stored_kv_heads(config.num_heads, config.num_kv_heads, context.tensor_parallel_size)
-        group, size = config.num_heads // num_kv_heads, config.head_size
-        layers, hidden = config.num_layers, config.hidden_size
-        config.rope.frequencies(size)  # refuses incomplete rope parameters now rather than in the first step
+        config.rope.frequencies(
+            config.head_size
+        )  # refuses incomplete rope parameters now, not in the first step
+        layers, hidden, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
         self.config = config
         self.context = context
         self.num_kv_heads = num_kv_heads
         self.embedding = Embedding(config.vocab_size, hidden, context)
         self.lm_head = None if config.tie_word_embeddings else LMHead(config.vocab_size, hidden, context)
-        self.vectors = StackedVectors(
-            layers,
-            hidden,
-            context,
-            qk_norm_shape=(group + 1, size) if config.qk_norm else None,
-            qkv_bias_size=num_kv_heads * (group + 2) * size if config.qkv_bias else None,
-            out_bias=config.out_bias,
-            gate_up_bias_size=2 * config.ffn_size if config.mlp_bias else None,
-        )
+        self.attention_norm = StackedRMSNorm(layers, hidden, eps, context)
+        self.mlp_norm = StackedRMSNorm(layers, hidden, eps, context)
         self.final_norm = context.param((hidden,), ("embed",), scale=0.0, mean=1.0)
         self.layers = nnx.List([DecoderLayer(config, num_kv_heads, i, context) for i in range(layers)])
 
@@ -122,7 +103,11 @@ class Decoder(nnx.Module):
         new_caches: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                hidden, kv_cache = layer(hidden, rope, kv_caches[i], metadata, self.vectors.of(i))
+                normal = self.attention_norm(hidden, i)
+                attended, kv_cache = layer.attention(normal, rope, kv_caches[i], metadata)
+                hidden = hidden + attended
+                hidden = hidden + layer.mlp(self.mlp_norm(hidden, i))
+                hidden = self.context.constrain(hidden, ("tokens", "embed"))
             new_caches.append(kv_cache)
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, value_of
 
 
 def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
@@ -31,19 +31,21 @@ class GatedMLP(nnx.Module):
     up: split over the devices, each keeps matching halves.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, context: LayerContext) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, context: LayerContext, *, bias: bool = False) -> None:
         self.gate_up = context.param((hidden_size, 2 * ffn_size), ("embed", "ffn"))
+        self.gate_up_bias = context.param((2 * ffn_size,), ("ffn",), scale=0.0) if bias else None
         self.down = context.param((ffn_size, hidden_size), ("ffn", "embed"))
+        self.down_bias = context.param((hidden_size,), ("embed",), scale=0.0) if bias else None
         self.ffn_size = ffn_size
         self.context = context
 
-    def __call__(
-        self, x: jax.Array, gate_up_bias: jax.Array | None = None, down_bias: jax.Array | None = None
-    ) -> jax.Array:
-        """[T, M] to [T, M]; biases [2 F], in the weight's order, and [M]."""
-        gate_up = linear(x, self.gate_up[...], "tm,mf->tf", gate_up_bias)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, M] to [T, M]."""
+        gate_up = linear(x, self.gate_up[...], "tm,mf->tf", value_of(self.gate_up_bias))
         gate_up = self.context.constrain(gate_up, ("tokens", "ffn"))
         devices = self.context.tensor_parallel_size
         halves = gate_up.reshape(-1, devices, 2, self.ffn_size // devices).astype(jnp.float32)
         activated = (jax.nn.silu(halves[:, :, 0]) * halves[:, :, 1]).astype(x.dtype)
-        return linear(activated.reshape(-1, self.ffn_size), self.down[...], "tf,fm->tm", down_bias)
+        return linear(
+            activated.reshape(-1, self.ffn_size), self.down[...], "tf,fm->tm", value_of(self.down_bias)
+        )

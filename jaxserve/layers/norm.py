@@ -1,9 +1,12 @@
-"""RMS norm (Zhang and Sennrich, 2019), in float32."""
+"""RMS norm (Zhang and Sennrich, 2019), in float32; the layers' weights are one array."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.layers.params import LayerContext
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -14,3 +17,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normal.astype(x.dtype) * weight
+
+
+class StackedRMSNorm(nnx.Module):
+    """The norm that every layer has over M: one [L, M] array, since each array costs time at dispatch.
+
+    Only for weights that meet nothing but the norm. XLA fuses a slice of a stacked array into its consumer,
+    and where that is a large fusion, every layer becomes a kernel of its own to compile: stacked q/k norms
+    made an H200 compile a Qwen3 of 28 layers in 19 s instead of 5.
+    """
+
+    def __init__(self, num_layers: int, size: int, eps: float, context: LayerContext) -> None:
+        self.weight = context.param((num_layers, size), ("layers", "embed"), scale=0.0, mean=1.0)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array, layer: int) -> jax.Array:
+        return rms_norm(x, self.weight[layer], self.eps)

@@ -41,3 +41,8 @@ class LayerContext:
     def constrain(self, value: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """Tell the partitioner how an intermediate value is split."""
         return constrain(value, axes, self.mesh, self.rules)
+
+
+def value_of(param: nnx.Param[jax.Array] | None) -> jax.Array | None:
+    """The array of a parameter that a model may lack."""
+    return None if param is None else param[...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import UnsupportedModelError
@@ -12,7 +11,7 @@ from jaxserve.layers.decoder import Decoder, DecoderConfig
 from jaxserve.layers.embedding import padded_vocab_size
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.weights.weight_map import Index, WeightSource
+from jaxserve.weights.weight_map import WeightSource
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -110,7 +109,7 @@ class DenseCausalLM(Decoder):
 
 def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size: int) -> list[WeightSource]:
     """Where each tensor goes. ``stored_kv_heads``: KV heads after replication."""
-    vocab, hidden = config.vocab_size, config.hidden_size
+    vocab, hidden, layers = config.vocab_size, config.hidden_size, config.num_layers
     rows = padded_vocab_size(vocab, tensor_parallel_size)
     live = slice(0, vocab)
     sources = [
@@ -123,15 +122,18 @@ def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size
                 "lm_head.weight", (vocab, hidden), "lm_head", (hidden, rows), (..., live), order=(1, 0)
             )
         )
-    for layer in range(config.num_layers):
-        sources += _attention_sources(config, stored_kv_heads, layer)
-        sources += _mlp_sources(config, tensor_parallel_size, layer)
-        for name, target in (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm")):
-            sources.append(_stacked(f"model.layers.{layer}.{name}.weight", target, config, layer, (hidden,)))
+    for layer in range(layers):
+        name, target = f"model.layers.{layer}", f"layers.{layer}"
+        sources += _attention_sources(config, stored_kv_heads, f"{name}.self_attn", f"{target}.attention")
+        sources += _mlp_sources(config, tensor_parallel_size, f"{name}.mlp", f"{target}.mlp")
+        for part, norm in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
+            sources.append(WeightSource(f"{name}.{part}.weight", (hidden,), norm, (layers, hidden), (layer,)))
     return sources
 
 
-def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) -> list[WeightSource]:
+def _attention_sources(
+    config: DecoderConfig, stored_kv_heads: int, name: str, target: str
+) -> list[WeightSource]:
     """q, k and v of a layer into the fused form, and the output product.
 
     A replicated KV head is written ``copies`` times; its query heads are dealt out over the copies in order.
@@ -143,77 +145,74 @@ def _attention_sources(config: DecoderConfig, stored_kv_heads: int, layer: int) 
         config.head_size,
     )
     copies, group = stored_kv_heads // kv_heads, heads // stored_kv_heads
-    name, target = f"model.layers.{layer}.self_attn", f"layers.{layer}.attention"
     columns = (kv_heads, copies, group + 2, size)
     slots = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}
+    inputs = heads * size
     sources = [
         WeightSource(
-            f"{name}.o_proj.weight",
-            (hidden, heads * size),
-            f"{target}.out",
-            (heads * size, hidden),
-            order=(1, 0),
+            f"{name}.o_proj.weight", (hidden, inputs), f"{target}.out", (inputs, hidden), order=(1, 0)
         )
     ]
     if config.out_bias:
-        sources.append(_stacked(f"{name}.o_proj.bias", "out_bias", config, layer, (hidden,)))
+        sources.append(WeightSource(f"{name}.o_proj.bias", (hidden,), f"{target}.out_bias", (hidden,)))
     for part, slot in slots.items():
         split = (kv_heads, copies, group, size) if part == "q" else (kv_heads, 1, 1, size)
-        outputs = math.prod(split)
-        place = (..., slot, slice(None))
-        sources.append(
-            WeightSource(
-                f"{name}.{part}_proj.weight",
-                (outputs, hidden),
-                f"{target}.qkv",
-                (hidden, *columns),
-                place,
-                split=(*split, hidden),
-                order=(4, 0, 1, 2, 3),
-            )
+        sources += _columns(
+            f"{name}.{part}_proj", f"{target}.qkv", hidden, split, columns, slot, config.qkv_bias
         )
-        if config.qkv_bias:
-            bias = _stacked(f"{name}.{part}_proj.bias", "qkv_bias", config, layer, columns, place)
-            sources.append(replace(bias, shape=(outputs,), split=split))
         if config.qk_norm and part != "v":
-            norm = _stacked(
-                f"{name}.{part}_norm.weight", "qk_norm", config, layer, (group + 1, size), (slot,)
+            sources.append(
+                WeightSource(
+                    f"{name}.{part}_norm.weight", (size,), f"{target}.qk_norm", (group + 1, size), (slot,)
+                )
             )
-            sources.append(replace(norm, shape=(size,)))
     return sources
 
 
-def _mlp_sources(config: DecoderConfig, devices: int, layer: int) -> list[WeightSource]:
+def _mlp_sources(config: DecoderConfig, devices: int, name: str, target: str) -> list[WeightSource]:
     """The feed-forward of a layer: per device its columns of gate, then those of up."""
     hidden, ffn = config.hidden_size, config.ffn_size
-    name, target = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
-    split, columns = (devices, ffn // devices), (devices, 2, ffn // devices)
+    split, columns = (devices, 1, ffn // devices), (devices, 2, ffn // devices)
     sources = [
         WeightSource(f"{name}.down_proj.weight", (hidden, ffn), f"{target}.down", (ffn, hidden), order=(1, 0))
     ]
     if config.mlp_bias:
-        sources.append(_stacked(f"{name}.down_proj.bias", "down_bias", config, layer, (hidden,)))
-    for slot, part in enumerate(("gate", "up")):
-        place = (..., slot, slice(None))
-        sources.append(
-            WeightSource(
-                f"{name}.{part}_proj.weight",
-                (ffn, hidden),
-                f"{target}.gate_up",
-                (hidden, *columns),
-                place,
-                split=(*split, hidden),
-                order=(2, 0, 1),
-            )
+        sources.append(WeightSource(f"{name}.down_proj.bias", (hidden,), f"{target}.down_bias", (hidden,)))
+    for i, part in enumerate(("gate", "up")):
+        slot = slice(i, i + 1)
+        sources += _columns(
+            f"{name}.{part}_proj", f"{target}.gate_up", hidden, split, columns, slot, config.mlp_bias
         )
-        if config.mlp_bias:
-            bias = _stacked(f"{name}.{part}_proj.bias", "gate_up_bias", config, layer, columns, place)
-            sources.append(replace(bias, shape=(ffn,), split=split))
     return sources
 
 
-def _stacked(
-    name: str, target: str, config: DecoderConfig, layer: int, shape: tuple[int, ...], index: Index = (...,)
-) -> WeightSource:
-    """A tensor of ``shape`` into (a part, ``index``, of) its layer's row of a stacked vector."""
-    return WeightSource(name, shape, f"vectors.{target}", (config.num_layers, *shape), (layer, *index))
+def _columns(
+    name: str,
+    target: str,
+    inputs: int,
+    split: tuple[int, ...],
+    columns: tuple[int, ...],
+    slot: slice,
+    bias: bool,
+) -> list[WeightSource]:
+    """A product's weight (and bias) as some of the columns of a fused one.
+
+    Args:
+        name: of the product in the checkpoint, where its weight is [outputs, inputs].
+        target: the fused weight, [inputs, all columns]; its bias is named after it.
+        inputs: size of the contracted dimension.
+        split: how the product's outputs divide, the last two being (heads or halves, elements).
+        columns: how the fused columns divide, likewise.
+        slot: the part of the last dimension but one that is this product's.
+        bias: whether it has one.
+    """
+    outputs, last = math.prod(split), len(split)
+    index = (..., slot, slice(None))
+    order = (last, *range(last))
+    shape = (outputs, inputs)
+    sources = [
+        WeightSource(f"{name}.weight", shape, target, (inputs, *columns), index, (*split, inputs), order)
+    ]
+    if bias:
+        sources.append(WeightSource(f"{name}.bias", (outputs,), f"{target}_bias", columns, index, split))
+    return sources

@@ -48,7 +48,9 @@ def test_products_accumulate_in_float32() -> None:
     total = contract(x, weight, "tm,mf->tf")
     assert total.dtype == jnp.float32
     np.testing.assert_allclose(total, 4095.25)
-    assert linear(x, weight, "tm,mf->tf").dtype == jnp.bfloat16
+    rounded = linear(x, weight, "tm,mf->tf")
+    assert rounded.dtype == jnp.bfloat16
+    assert float(rounded[0, 0]) == 4096.0  # adding ones in bfloat16 would stop at 256
 
 
 def test_the_bias_is_added_before_rounding() -> None:
@@ -86,11 +88,12 @@ def test_gated_mlp() -> None:
     down = RANDOM.standard_normal((10, 6)).astype(np.float32)
     x = RANDOM.standard_normal((3, 6)).astype(np.float32)
     gate_bias, up_bias = RANDOM.standard_normal((2, 10)).astype(np.float32)
-    mlp = bound(GatedMLP(6, 10, CONTEXT), gate_up=np.concatenate([gate, up], 1), down=down)
+    biases = {"gate_up_bias": np.concatenate([gate_bias, up_bias]), "down_bias": np.ones(6, np.float32)}
+    mlp = GatedMLP(6, 10, CONTEXT, bias=True)
+    mlp = bound(mlp, gate_up=np.concatenate([gate, up], 1), down=down, **biases)
     gated = x @ gate + gate_bias
     expected = (gated / (1 + np.exp(-gated)) * (x @ up + up_bias)) @ down + 1.0
-    found = mlp(jnp.asarray(x), jnp.concatenate([gate_bias, up_bias]), jnp.ones(6))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_model_runs_on_them(family: str) -> None:
         params[name].dtype == spec.dtype and params[name].shape == spec.shape
         for name, spec in model.specs.items()
     )
-    np.testing.assert_array_equal(params["vectors.input_norm"], np.ones((3, 64)))
+    np.testing.assert_array_equal(params["attention_norm"], np.ones((3, 64)))
     logits = sequence_logits(model, params, range(16), (8, 8), jnp.bfloat16)
     assert logits.dtype == np.float32
     assert np.isfinite(logits).all()

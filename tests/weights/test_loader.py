@@ -1,4 +1,4 @@
-"""Loading into parameters: placements, types, progress, and what is said of a checkpoint that is wrong."""
+"""Loading into parameters: placements, types, progress, and what is said of a wrong checkpoint."""
 
 import logging
 from pathlib import Path
@@ -46,19 +46,21 @@ def test_fused_weights_hold_each_tensor_where_the_layers_expect_it(tmp_path: Pat
     ).T  # one KV head: in a row
     np.testing.assert_array_equal(params["layers.2.attention.qkv"], qkv)
     bias = np.concatenate([tensors[f"{attention}.{part}_proj.bias"] for part in "qkv"])
-    np.testing.assert_array_equal(params["vectors.qkv_bias"][2], bias)
+    np.testing.assert_array_equal(params["layers.2.attention.qkv_bias"], bias)
     np.testing.assert_array_equal(params["layers.2.attention.out"], tensors[f"{attention}.o_proj.weight"].T)
     gate_up = np.concatenate([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]).T
     np.testing.assert_array_equal(params["layers.0.mlp.gate_up"], gate_up)
     np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
     norm = tensors["model.layers.1.post_attention_layernorm.weight"]
-    np.testing.assert_array_equal(params["vectors.mlp_norm"][1], norm)
+    np.testing.assert_array_equal(params["mlp_norm"][1], norm)
 
 
 def test_few_leaves(tmp_path: Path) -> None:
-    """Dispatch pays for each array: four a layer, and the rest once."""
-    model, _ = load(write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False))
+    """Dispatch pays for each array: four a layer (five with q/k norm), and the rest once."""
+    model, _ = load(write_tiny_checkpoint(tmp_path / "llama", "llama", tokenizer=False))
     assert len(model.specs) == 4 * 3 + 5
+    model, _ = load(write_tiny_checkpoint(tmp_path / "qwen3", "qwen3", tokenizer=False))
+    assert len(model.specs) == 5 * 3 + 4
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])

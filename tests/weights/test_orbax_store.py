@@ -44,7 +44,7 @@ def test_refusals(tmp_path: Path) -> None:
         save_params(store, model.specs, {}, tensor_parallel_size=1)
     half = build(tiny_config("qwen3"), OracleBackend(), jnp.bfloat16)
     with pytest.raises(
-        CheckpointError, match=r"embedding is \['float32', \[320, 64\]\] there and \['bfloat16'"
+        CheckpointError, match=r"attention_norm is \['float32', \[3, 64\]\] there and \['bfloat16'"
     ):
         restore_params(store, half.specs, tensor_parallel_size=1)
     with pytest.raises(CheckpointError, match=r"saved for tensor_parallel_size 1, not 2"):
