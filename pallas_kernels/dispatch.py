@@ -6,7 +6,7 @@ from typing import Protocol
 
 import jax
 
-from pallas_kernels.kv_cache_update.reference import kv_cache_update
+from pallas_kernels.kv_cache_update.scatter import scatter_update
 from pallas_kernels.ragged_paged_attention.blocked import blocked_attention
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
@@ -74,7 +74,7 @@ class BlockedBackend:
         options: AttentionOptions,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        kv_cache = kv_cache_update(kv_cache, k, v, metadata.slot_mapping)
+        kv_cache = scatter_update(kv_cache, k, v, metadata.slot_mapping)
         return blocked_attention(q, kv_cache, metadata, options, sinks), kv_cache
 
 

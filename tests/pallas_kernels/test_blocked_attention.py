@@ -80,3 +80,15 @@ def test_a_row_does_not_depend_on_its_company():
         alone, _ = run(company.only_rows(kept), options)
         for new, old in enumerate(kept):
             np.testing.assert_array_equal(alone[new], out[old])
+
+
+@pytest.mark.parametrize("rows,pad_tokens", [([(40, 1)], 0), ([(40, 1)] * 8, 0), ([(100, 100)], 28)])
+def test_the_donated_cache_is_not_copied(rows, pad_tokens):
+    batch = ragged_batch(rows=rows, pad_tokens=pad_tokens, pad_rows=0)
+    step = jax.jit(BlockedBackend().update_and_attend, static_argnums=5, donate_argnums=3)
+    compiled = step.lower(
+        batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, AttentionOptions(scale=0.125)
+    ).compile()
+    shape = ",".join(map(str, batch.kv_cache.shape))
+    copies = [line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    assert not copies
