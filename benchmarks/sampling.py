@@ -34,6 +34,7 @@ CASES: dict[str, SamplingParams] = {
     "temperature": SamplingParams(temperature=0.8),
     "min_p": SamplingParams(temperature=0.8, min_p=0.05),
     "top_k": SamplingParams(temperature=0.8, top_k=40),
+    "top_k 400": SamplingParams(temperature=0.8, top_k=400),
     "top_p": SamplingParams(temperature=0.8, top_p=0.95),
     "top_k + top_p": SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
     "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
@@ -47,7 +48,7 @@ PROGRAMS = {
     "greedy": Feature.NONE,
     "top_k": Feature.TOP_K,
     "random": Feature.RANDOM,
-    "filter": Feature.RANDOM | Feature.FILTER,
+    "top_p": Feature.TOP_P,
     "all": ALL_FEATURES,
 }
 

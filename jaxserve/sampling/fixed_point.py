@@ -46,7 +46,9 @@ def exp_shifted(values: jax.Array, maximum: jax.Array, temperature: jax.Array | 
     """
     per_row = (-1,) + (1,) * (values.ndim - 1)
     maximum = maximum.reshape(per_row)
-    shifted = jnp.where(values == maximum, 0.0, values - maximum)  # inf - inf would be NaN
+    # Not the difference at the maximum (inf - inf is NaN), nor beyond it: a NaN in a row may have
+    # hidden the true one.
+    shifted = jnp.where(values >= maximum, 0.0, values - maximum)
     if temperature is not None:
         shifted = shifted * (1 / temperature).reshape(per_row)
     return jnp.where(values > -jnp.inf, jnp.exp(shifted), 0.0)
@@ -79,6 +81,15 @@ def sums(*operands: jax.Array) -> list[jax.Array]:
         return [a + b for a, b in zip(left, right, strict=True)]
 
     return lax.reduce(list(operands), [jnp.int32(0)] * len(operands), add, (operands[0].ndim - 1,))
+
+
+def sum_wide(values: jax.Array) -> jax.Array:
+    """The sum of int32 >= 0 over the last axis, where it fits an int32.
+
+    In halves, for ``sums``: XLA's CPU compiler makes two slow kernels of a single sum of integers.
+    """
+    high, low = sums(values >> 16, values & 0xFFFF)
+    return (high << 16) + low
 
 
 def limbs_value(high: jax.Array, low: jax.Array) -> jax.Array:
@@ -140,23 +151,34 @@ def pick(weights: jax.Array, random_bits: jax.Array) -> jax.Array:
     """
     levels = [weights]
     while levels[-1].shape[1] > CHUNK:
-        levels.append(jnp.sum(split_chunks(levels[-1]), axis=-1))
-    total = jnp.sum(levels[-1], axis=-1)
-    target = multiply_high(random_bits, total.astype(jnp.uint32)).astype(jnp.int32)
-    index, target = _descend(levels[-1], target)
+        levels.append(sum_wide(split_chunks(levels[-1])))
+    before, upto = _cumulated(levels[-1])
+    target = multiply_high(random_bits, upto[:, -1].astype(jnp.uint32)).astype(jnp.int32)
+    index = jnp.zeros_like(target)
     for level in levels[-2::-1]:
-        inside, target = _descend(chunk_of(split_chunks(level), index), target)
-        index = index * CHUNK + inside
-    return jnp.where(total > 0, index, 0)
+        place, target = _locate(before, upto, target)
+        index = index * CHUNK + place
+        before, upto = _cumulated(chunk_of(split_chunks(level), index))
+    here = (before <= target[:, None]) & (target[:, None] < upto)
+    return index * CHUNK + lax.argmax(here, 1, jnp.int32)
 
 
-def _descend(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The one index whose cumulated sums enclose target, and what of target is left for inside it.
+def _cumulated(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums of the weights before each, and up to each: int32[R, N] -> twice the same."""
     size = weights.shape[1]
     ids = lax.broadcasted_iota(jnp.int32, (1, size, size), 1)
     others = lax.broadcasted_iota(jnp.int32, (1, size, size), 2)
     row = weights[:, None, :]
     before, upto = sums(jnp.where(others < ids, row, 0), jnp.where(others <= ids, row, 0))
-    hit = (before <= target[:, None]) & (target[:, None] < upto)
-    index, rest = sums(jnp.where(hit, ids[:, :, 0], 0), jnp.where(hit, target[:, None] - before, 0))
-    return index, rest
+    return before, upto
+
+
+def _locate(before: jax.Array, upto: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the cumulated sums enclose the target, and what of the target is left for inside: int32[R]
+    twice.
+    """
+    target = target[:, None]
+    here = (before <= target) & (target < upto)
+    ids = lax.broadcasted_iota(jnp.int32, before.shape, 1)
+    place, left = sums(jnp.where(here, ids, 0), jnp.where(here, target - before, 0))
+    return place, left

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.sampling.fixed_point import chunk_limbs, exp_shifted, limbs_total
-from jaxserve.sampling.top_tokens import chunk_logits, top_tokens, without_nan
+from jaxserve.sampling.top_tokens import chunk_logits, top_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,6 @@ def compute_logprobs(logits: jax.Array, token_ids: jax.Array, num_top: int) -> L
         shifted = jnp.where(chosen == maximum[:, None], 0.0, chosen - maximum[:, None])
         return shifted - log_total[:, None]
 
-    logits = without_nan(logits)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1, mode="clip")
     top, top_ids = top_tokens(chunked, num_top)
     return LogprobArrays(

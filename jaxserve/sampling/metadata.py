@@ -2,9 +2,8 @@
 
 The host keeps a persistent numpy table with one row per request row (``make_table``, filled once by
 ``write_row``), gathers the step's rows with one ``take``, writes positions, and sends the result; the
-device unpacks it (``SamplingMetadata.from_packed``). Floats travel bit-cast. A new sampling parameter
-is one ``Column`` here, one field of ``SamplingMetadata`` with the same name, and one processor in
-``logits_processors.py``.
+device reads its columns (``SamplingMetadata``). Floats travel bit-cast. A new sampling parameter is one
+``Column`` and one property of the same name here, and one processor in ``logits_processors.py``.
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ class Feature(enum.IntFlag):
     TOP_K = 8
     """Random, with a top-k in [2, MAX_TOP]."""
     RANDOM = 16
-    """Random over the whole vocabulary."""
-    FILTER = 32
-    """RANDOM with a top-p, or a top-k beyond MAX_TOP."""
-    LOGPROBS = 64
+    """Random over the whole vocabulary, without top-k and top-p."""
+    TOP_P = 32
+    """Random over the whole vocabulary, with top-p."""
+    LARGE_TOP_K = 64
+    """Random over the whole vocabulary, with a top-k beyond MAX_TOP (and perhaps TOP_P)."""
+    LOGPROBS = 128
 
 
-ALL_FEATURES = Feature(127)
+ALL_FEATURES = Feature(255)
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,20 @@ def features_of(params: SamplingParams) -> Feature:
         features |= Feature.PENALTY
     if params.logit_bias:
         features |= Feature.BIAS
-    if 2 <= params.top_k <= MAX_TOP and not params.greedy:
-        features |= Feature.TOP_K
-    elif not _is_greedy(params):
-        features |= Feature.RANDOM
-        if params.top_p < 1 or params.top_k > 0:
-            features |= Feature.FILTER
+    if not _is_greedy(params):
+        features |= _random_feature(params)
     if params.logprobs is not None:
         features |= Feature.LOGPROBS
     return features
+
+
+def _random_feature(params: SamplingParams) -> Feature:
+    if 0 < params.top_k <= MAX_TOP:
+        return Feature.TOP_K
+    features = Feature.LARGE_TOP_K if params.top_k > 0 else Feature.NONE
+    if params.top_p < 1:
+        features |= Feature.TOP_P
+    return features or Feature.RANDOM
 
 
 def make_table(max_num_seqs: int) -> np.ndarray:
@@ -147,57 +153,25 @@ def step_features(packed: np.ndarray) -> Feature:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How to sample one step's R rows. All leaves are arrays of fixed shape and dtype, so all mixes
-    share a program.
+    """How to sample one step's R rows: always the same two arrays, so all mixes share a program.
 
     Rows that sample nothing in this step (padding, unfinished prompts) are padding rows: row id
     ``max_num_seqs``, greedy, no features. They get a token that nobody reads, and change no state.
     """
 
-    row_ids: jax.Array
-    """int32[R]: the persistent row of each batch row; ``max_num_seqs`` for padding rows. Real ids are
-    unique.
-    """
-    positions: jax.Array
-    """int32[R]: index of the token being sampled in its request. With the seed it is the random key."""
-    features: jax.Array
-    """int32[R]: ``Feature`` bits of each row."""
-    seed_lo: jax.Array
-    seed_hi: jax.Array
-    """uint32[R] each: the request's 64-bit seed."""
-    temperature: jax.Array
-    """float32[R]: 0 is greedy."""
-    top_k: jax.Array
-    """int32[R]: 0 is off."""
-    top_p: jax.Array
-    """float32[R] in (0, 1]: 1 is off."""
-    min_p: jax.Array
-    """float32[R] in [0, 1]: 0 is off."""
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
-    """float32[R] each: 0 is off."""
-    repetition_penalty: jax.Array
-    """float32[R]: 1 is off."""
-    num_bias: jax.Array
-    """int32[R]: entries of the row's bias table that count."""
-    use_mask: jax.Array
-    """int32[R]: 1 where the row's token mask is in force."""
+    packed: jax.Array
+    """int32[R, NUM_COLUMNS]: the gathered rows of the host's table. Read through the properties below;
+    columns are
+    cut out where they are used, so that a branch takes one operand."""
     step_features: jax.Array
     """int32[]: the union of ``features``; work that no row asks for is skipped."""
 
     @classmethod
     def from_packed(cls, packed: jax.Array, step_features: jax.Array) -> SamplingMetadata:
-        """Unpack a step's gathered table on the device.
-
-        Args:
-            packed: int32[R, NUM_COLUMNS].
-            step_features: int32[], from ``step_features(packed)`` on the host.
+        """A step's gathered table (int32[R, NUM_COLUMNS]) and its ``step_features`` (int32[]), as the
+        host sent them.
         """
-        fields = {
-            column.name: lax.bitcast_convert_type(packed[:, index], jnp.dtype(column.dtype))
-            for index, column in enumerate(COLUMNS)
-        }
-        return cls(**fields, step_features=step_features)
+        return cls(packed, step_features)
 
     def any(self, features: Feature) -> jax.Array:
         """bool[]: whether any row asks for any of ``features``."""
@@ -206,3 +180,79 @@ class SamplingMetadata:
     def rows_with(self, features: Feature) -> jax.Array:
         """bool[R]: which rows ask for any of ``features``."""
         return (self.features & int(features)) != 0
+
+    def _column(self, name: str) -> jax.Array:
+        index = COLUMN[name]
+        return lax.bitcast_convert_type(self.packed[:, index], jnp.dtype(COLUMNS[index].dtype))
+
+    @property
+    def row_ids(self) -> jax.Array:
+        """int32[R]: the persistent row of each batch row; ``max_num_seqs`` for padding. Real ids are
+        unique.
+        """
+        return self._column("row_ids")
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32[R]: index of the token being sampled in its request. With the seed it is the random key."""
+        return self._column("positions")
+
+    @property
+    def features(self) -> jax.Array:
+        """int32[R]: ``Feature`` bits of each row."""
+        return self._column("features")
+
+    @property
+    def seed_lo(self) -> jax.Array:
+        """uint32[R]: the lower half of the request's seed."""
+        return self._column("seed_lo")
+
+    @property
+    def seed_hi(self) -> jax.Array:
+        """uint32[R]: the upper half."""
+        return self._column("seed_hi")
+
+    @property
+    def temperature(self) -> jax.Array:
+        """float32[R]: 0 is greedy."""
+        return self._column("temperature")
+
+    @property
+    def top_k(self) -> jax.Array:
+        """int32[R]: 0 is off."""
+        return self._column("top_k")
+
+    @property
+    def top_p(self) -> jax.Array:
+        """float32[R] in (0, 1]: 1 is off."""
+        return self._column("top_p")
+
+    @property
+    def min_p(self) -> jax.Array:
+        """float32[R] in [0, 1], relative to the most likely token: 0 is off."""
+        return self._column("min_p")
+
+    @property
+    def presence_penalty(self) -> jax.Array:
+        """float32[R]: 0 is off."""
+        return self._column("presence_penalty")
+
+    @property
+    def frequency_penalty(self) -> jax.Array:
+        """float32[R]: 0 is off."""
+        return self._column("frequency_penalty")
+
+    @property
+    def repetition_penalty(self) -> jax.Array:
+        """float32[R] > 0: 1 is off."""
+        return self._column("repetition_penalty")
+
+    @property
+    def num_bias(self) -> jax.Array:
+        """int32[R]: entries of the row's bias table that count."""
+        return self._column("num_bias")
+
+    @property
+    def use_mask(self) -> jax.Array:
+        """int32[R]: 1 where the row's token mask is in force."""
+        return self._column("use_mask")

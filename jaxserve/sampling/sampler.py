@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.sampling.draw import draw_from_all, draw_from_top
+from jaxserve.sampling.draw import Bits, draw_from_all, draw_from_top, random_bits
 from jaxserve.sampling.fixed_point import MAX_VOCAB
 from jaxserve.sampling.logits_processors import PROCESSOR_FEATURES, process_logits
 from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata
 from jaxserve.sampling.state import SamplerState, record_tokens
-from jaxserve.sampling.top_tokens import argmax, chunk_logits, without_nan
+from jaxserve.sampling.top_tokens import chunk_logits
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class SamplerOutput:
     """What one step sampled."""
 
     token_ids: jax.Array
-    """int32[R]; -1 for a row that left no token to choose: every logit NaN or -inf (a broken model)."""
+    """int32[R]; -1 for a row that left no token to choose: its logits are NaN or -inf (a broken model)."""
     logprobs: LogprobArrays
     """Of the sampled tokens, shapes [R] and [R, max_logprobs]; zeros unless a row asked for logprobs."""
 
@@ -48,7 +48,9 @@ def sample(
     """Choose one token per row, remember it, and score it.
 
     Args:
-        logits: float32[R, V], as the model gave them. Rows of padding may hold anything.
+        logits: float32[R, V], as the model gave them. Rows of padding may hold anything; a NaN
+            elsewhere spoils
+            its own row: its token is -1 or arbitrary.
         metadata: how to sample each row.
         state: donated by the caller's program.
         max_logprobs: static: most likely tokens listed per row, in [0, V].
@@ -67,7 +69,9 @@ def sample(
         raise ValueError(f"Vocabularies of up to {MAX_VOCAB} tokens can be sampled, not {vocab_size}.")
     features = Feature.NONE if greedy_only else features
     branch = functools.partial(_branch, features, metadata)
-    choose = functools.partial(_choose, features, metadata, state)
+    # Outside of the branches, and so computed once: XLA would fuse them into whatever reads them.
+    bits = random_bits(metadata, 0)
+    choose = functools.partial(_choose, features, metadata, state, bits)
     token_ids = branch(ALL_FEATURES & ~Feature.LOGPROBS, choose, _greedy, logits)
     remembered = jnp.maximum(token_ids, 0)
     logprobs = branch(
@@ -103,10 +107,9 @@ def _greedy(logits: jax.Array) -> jax.Array:
     """int32[R]: each row's largest logit, the lowest id of equal ones; -1 if it holds no number."""
 
     def by_chunks(logits: jax.Array) -> jax.Array:
-        return argmax(chunk_logits(logits))  # XLA's own argmax is 15 times slower on a CPU
+        return chunk_logits(logits).argmax  # XLA's own argmax is 15 times slower on a CPU
 
     def at_once(logits: jax.Array) -> jax.Array:
-        logits = without_nan(logits)
         token = lax.argmax(logits, 1, jnp.int32)
         best = jnp.take_along_axis(logits, token[:, None], axis=1, mode="clip")[:, 0]
         return jnp.where(best > -jnp.inf, token, -1)
@@ -115,23 +118,21 @@ def _greedy(logits: jax.Array) -> jax.Array:
 
 
 def _choose(
-    features: Feature, metadata: SamplingMetadata, state: SamplerState, logits: jax.Array
+    features: Feature, metadata: SamplingMetadata, state: SamplerState, bits: Bits, logits: jax.Array
 ) -> jax.Array:
     """int32[R]: processed, then greedy or random as each row asks."""
     branch = functools.partial(_branch, features, metadata)
     logits = branch(PROCESSOR_FEATURES, lambda x: process_logits(x, metadata, state), lambda x: x, logits)
     chunked = chunk_logits(logits)
-    greedy = argmax(chunked)
-    filtering = _branch(features, metadata, Feature.FILTER, lambda: True, lambda: False)
+    greedy = chunked.argmax
+    whole = Feature.RANDOM | Feature.TOP_P | Feature.LARGE_TOP_K
 
     def from_top() -> jax.Array:
-        return jnp.where(metadata.rows_with(Feature.TOP_K), draw_from_top(chunked, metadata), greedy)
+        return jnp.where(metadata.rows_with(Feature.TOP_K), draw_from_top(chunked, metadata, bits), greedy)
 
     def from_all() -> jax.Array:
-        return jnp.where(
-            metadata.rows_with(Feature.RANDOM), draw_from_all(chunked, metadata, filtering), token_ids
-        )
+        return jnp.where(metadata.rows_with(whole), draw_from_all(chunked, metadata, bits, branch), token_ids)
 
     token_ids = branch(Feature.TOP_K, from_top, lambda: greedy)
-    token_ids = branch(Feature.RANDOM, from_all, lambda: token_ids)
+    token_ids = branch(whole, from_all, lambda: token_ids)
     return jnp.where(greedy < 0, -1, token_ids)
