@@ -18,7 +18,9 @@ class ModelConfig:
     model: str = setting("", "Hugging Face folder, hub id, or .gguf file. Default: the packaged SmolLM2.")
     tokenizer: str | None = setting(None, "Folder or hub id of the tokenizer, if it is not the model's own.")
     revision: str | None = setting(None, "Branch, tag or commit on the hub.")
-    dtype: str = setting("auto", "Compute type; auto is the checkpoint's, and float32 on CPU.", choices=DTYPES)
+    dtype: str = setting(
+        "auto", "Compute type; auto is the checkpoint's, and float32 on CPU.", choices=DTYPES
+    )
     max_model_len: int | str | None = setting(
         None,
         "Longest prompt plus output, in tokens (1k and 1K are read). Default: the model's; "
@@ -26,7 +28,9 @@ class ModelConfig:
         parse="size",
     )
     load_format: str = setting(
-        "auto", "How weights are read; dummy makes random ones.", choices=("auto", "safetensors", "gguf", "dummy")
+        "auto",
+        "How weights are read; dummy makes random ones.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     hf_overrides: dict[str, Any] = setting({}, "JSON merged over the model's config.json.", parse="json")
     trust_remote_code: bool = setting(False, "Refused: jaxserve never runs code from a checkpoint.")
@@ -35,7 +39,9 @@ class ModelConfig:
         "auto", "Where sampling defaults come from: auto is the model's generation_config.json, jaxserve is none.",
         choices=("auto", "jaxserve"),
     )  # fmt: skip
-    override_generation_config: dict[str, Any] = setting({}, "JSON merged over the sampling defaults.", parse="json")
+    override_generation_config: dict[str, Any] = setting(
+        {}, "JSON merged over the sampling defaults.", parse="json"
+    )
     max_logprobs: int = setting(20, "Largest logprobs a request may ask for; -1 allows the whole vocabulary.")
     seed: int = setting(0, "Seeds dummy weights and the requests that bring no seed.")
     chat_template: str | None = setting(None, "Jinja chat template: a file or the text itself.")
@@ -45,7 +51,8 @@ class ModelConfig:
         check_at_least(self, -1, "max_logprobs")
         if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
             raise ConfigError(
-                f"max_model_len must be a number or 'auto', got {self.max_model_len!r}.", param="max_model_len"
+                f"max_model_len must be a number or 'auto', got {self.max_model_len!r}.",
+                param="max_model_len",
             )
         if not isinstance(self.max_model_len, str):
             check_at_least(self, 1, "max_model_len")
@@ -60,13 +67,21 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = setting(None, "Tokens in a KV cache block. Default: 32 on CPU, 64 on GPU, 128 on TPU.")
-    gpu_memory_utilization: float = setting(0.92, "Share of device memory that weights, programs and cache may use.")
+    block_size: int | None = setting(
+        None, "Tokens in a KV cache block. Default: 32 on CPU, 64 on GPU, 128 on TPU."
+    )
+    gpu_memory_utilization: float = setting(
+        0.92, "Share of device memory that weights, programs and cache may use."
+    )
     kv_cache_memory_bytes: int | None = setting(
         None, "Bytes of KV cache a device; overrides the share. Default on CPU: 1 GiB.", parse="size"
     )
-    num_gpu_blocks_override: int | None = setting(None, "Blocks in the cache, whatever the memory (for tests).")
-    kv_cache_dtype: str = setting("auto", "Type of cached keys and values; auto is the compute type.", choices=DTYPES)
+    num_gpu_blocks_override: int | None = setting(
+        None, "Blocks in the cache, whatever the memory (for tests)."
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "Type of cached keys and values; auto is the compute type.", choices=DTYPES
+    )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of equal prompt prefixes.")
 
     def __post_init__(self) -> None:
@@ -92,10 +107,14 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = setting(
         None, "Token budget of a step. Default: 512 on CPU, 8192 on GPU, 2048 on TPU.", parse="size"
     )
-    enable_chunked_prefill: bool = setting(True, "Split prompts over steps; off: a prompt is computed in one step.")
+    enable_chunked_prefill: bool = setting(
+        True, "Split prompts over steps; off: a prompt is computed in one step."
+    )
     scheduling_policy: str = setting("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
     async_scheduling: bool = setting(True, "Dispatch a step before the last one's tokens are read.")
-    max_num_queued_reqs: int | None = setting(None, "Refuse requests (503) when this many wait. Default: no limit.")
+    max_num_queued_reqs: int | None = setting(
+        None, "Refuse requests (503) when this many wait. Default: no limit."
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -119,7 +138,9 @@ class CompilationConfig:
     compile_cache_dir: str | None = setting(
         None, "Folder of the persistent compile cache. Default: JAXSERVE_CACHE_DIR or ~/.cache/jaxserve."
     )
-    enforce_no_compile: bool = setting(False, "Fail a step that would compile after readiness (used in tests).")
+    enforce_no_compile: bool = setting(
+        False, "Fail a step that would compile after readiness (used in tests)."
+    )
     log_level: str = setting("info", "Verbosity.", choices=("debug", "info", "warning", "error"))
 
 
@@ -166,7 +187,13 @@ class EngineConfig:
         return replace(self, cache_config=cache, scheduler_config=scheduler)
 
 
-ENGINE_CONFIGS: list[type[Any]] = [ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, CompilationConfig]
+ENGINE_CONFIGS: list[type[Any]] = [
+    ModelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    ParallelConfig,
+    CompilationConfig,
+]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def check_choices(config: Any) -> None:
         value = getattr(config, field.name)
         if choices and value is not None and value not in choices:
             raise ConfigError(
-                f"{field.name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.", param=field.name
+                f"{field.name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.",
+                param=field.name,
             )
 
 

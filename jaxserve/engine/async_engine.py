@@ -44,7 +44,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = SchedulerStats()
         client.listen(
-            lambda outputs: self._in_loop(self._process, outputs), lambda error: self._in_loop(self._die, error)
+            lambda outputs: self._in_loop(self._process, outputs),
+            lambda error: self._in_loop(self._die, error),
         )
 
     @classmethod
@@ -201,7 +202,9 @@ class AsyncEngine:
         limit = self._config.scheduler_config.max_num_queued_reqs
         waiting = self._outputs.num_unfinished - self._stats.num_running
         if limit is not None and waiting >= limit:
-            raise QueueFullError(f"{waiting} requests wait already (max_num_queued_reqs is {limit}). Try again later.")
+            raise QueueFullError(
+                f"{waiting} requests wait already (max_num_queued_reqs is {limit}). Try again later."
+            )
 
     def _process(self, outputs: EngineCoreOutputs) -> None:
         processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp or None)

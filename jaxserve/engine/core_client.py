@@ -18,7 +18,18 @@ import zmq
 
 import jaxserve.errors as errors
 from jaxserve.config import EngineConfig
-from jaxserve.engine.wire import Abort, Add, Died, FromCore, Outputs, Ready, ResetPrefixCache, StartFailed, Stop, ToCore
+from jaxserve.engine.wire import (
+    Abort,
+    Add,
+    Died,
+    FromCore,
+    Outputs,
+    Ready,
+    ResetPrefixCache,
+    StartFailed,
+    Stop,
+    ToCore,
+)
 from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.step import EngineCoreOutputs, EngineCoreRequest, EngineInfo
 

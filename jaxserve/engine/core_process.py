@@ -21,7 +21,18 @@ import zmq
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore, rejected
 from jaxserve.engine.factory import create_core
-from jaxserve.engine.wire import Abort, Add, Died, FromCore, Outputs, Ready, ResetPrefixCache, StartFailed, Stop, ToCore
+from jaxserve.engine.wire import (
+    Abort,
+    Add,
+    Died,
+    FromCore,
+    Outputs,
+    Ready,
+    ResetPrefixCache,
+    StartFailed,
+    Stop,
+    ToCore,
+)
 from jaxserve.errors import JaxserveError
 from jaxserve.logs import configure_logging
 from jaxserve.step import EngineCoreOutputs
@@ -130,7 +141,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
-        config: EngineConfig = pickle.loads(_read_exactly(stdin, int.from_bytes(_read_exactly(stdin, 8), "little")))
+        config: EngineConfig = pickle.loads(
+            _read_exactly(stdin, int.from_bytes(_read_exactly(stdin, 8), "little"))
+        )
     configure_logging(config.compilation_config.log_level)
     process = CoreProcess(sys.argv[1], sys.argv[2])
     code = process.run(config)

@@ -66,7 +66,9 @@ def sampling_defaults(config: ModelConfig, generation_config: dict[str, Any]) ->
     given = {} if config.generation_config == "jaxserve" else generation_config
     merged = {**given, **config.override_generation_config}
     if merged.get("do_sample") is False and "temperature" not in config.override_generation_config:
-        merged["temperature"] = None  # transformers ignores the temperature then; so do the request's defaults
+        merged["temperature"] = (
+            None  # transformers ignores the temperature then; so do the request's defaults
+        )
     defaults = {name: merged[name] for name in DEFAULTS if merged.get(name) is not None}
     if merged.get("max_new_tokens") is not None:
         defaults["max_tokens"] = merged["max_new_tokens"]

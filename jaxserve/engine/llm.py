@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -132,8 +131,7 @@ class LLM:
             )  # fmt: skip
             # The template writes the special tokens itself.
             prompts.append(self._inputs.encode(text, add_special_tokens=False))
-        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-        return outputs
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with ``skip_tokenizer_init``."""

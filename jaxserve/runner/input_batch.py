@@ -1,4 +1,4 @@
-"""InputBatch: the runner's persistent rows. A request keeps its row from admission until it finishes or is preempted."""
+"""InputBatch: the runner's persistent rows. A request keeps its row from admission until it ends or is preempted."""
 
 from __future__ import annotations
 

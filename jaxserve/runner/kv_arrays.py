@@ -53,11 +53,17 @@ def device_budget(device: jax.Device, share: float, program_temporaries: int) ->
     if not limit:
         return None
     reservable = stats.get("bytes_reservable_limit") or limit
-    return MemoryBudget(min(limit, int(max(limit, reservable) * share)), stats["bytes_in_use"], program_temporaries)
+    return MemoryBudget(
+        min(limit, int(max(limit, reservable) * share)), stats["bytes_in_use"], program_temporaries
+    )
 
 
 def choose_num_blocks(
-    config: CacheConfig, budget: MemoryBudget | None, block_bytes: int, block_size: int, max_model_len: int | None
+    config: CacheConfig,
+    budget: MemoryBudget | None,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int | None,
 ) -> int:
     """Blocks of the pool, the dummy included.
 
@@ -80,7 +86,8 @@ def choose_num_blocks(
         num_blocks, source = budget.for_cache // block_bytes, "gpu_memory_utilization"
     else:
         raise OutOfMemoryError(
-            "This device does not report its memory; set --kv-cache-memory-bytes.", param="kv_cache_memory_bytes"
+            "This device does not report its memory; set --kv-cache-memory-bytes.",
+            param="kv_cache_memory_bytes",
         )
     if num_blocks >= needed:
         return num_blocks

@@ -1,4 +1,4 @@
-"""JaxModelRunner: the device side. Holds weights, caches and programs, and turns a SchedulerOutput into one dispatch."""
+"""JaxModelRunner: the device side. Holds weights, caches and programs; turns a SchedulerOutput into one dispatch."""
 
 from __future__ import annotations
 
@@ -120,20 +120,29 @@ class JaxModelRunner:
         """
         started = time.monotonic()
         config, scheduler = self.config, self.config.scheduler_config
-        assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and config.cache_config.block_size
+        assert scheduler.max_num_seqs is not None
+        assert scheduler.max_num_batched_tokens is not None
+        assert config.cache_config.block_size is not None
         self.max_num_seqs, self.block_size = scheduler.max_num_seqs, config.cache_config.block_size
         self.builder = BatchBuilder(
-            BucketTable.build(scheduler.max_num_batched_tokens, self.max_num_seqs), self.block_size, self.max_num_seqs
+            BucketTable.build(scheduler.max_num_batched_tokens, self.max_num_seqs),
+            self.block_size,
+            self.max_num_seqs,
         )
         cache_dtype = config.cache_config.kv_cache_dtype
         self.cache_dtype = self.dtype if cache_dtype == "auto" else jnp.dtype(cache_dtype)
         self.specs = self.model.kv_cache_specs(self.cache_dtype.name)
         num_blocks = self._num_blocks(0)
-        if config.cache_config.num_gpu_blocks_override is None and config.cache_config.kv_cache_memory_bytes is None:
+        if (
+            config.cache_config.num_gpu_blocks_override is None
+            and config.cache_config.kv_cache_memory_bytes is None
+        ):
             programs = self._programs(num_blocks)
             largest = StepVariant(self.builder.table.buckets[-1], False)
             analysis = programs.lower_step(largest).compile().memory_analysis()
-            temporaries = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            temporaries = (
+                analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            )
             num_blocks = self._num_blocks(temporaries)
         self.programs = self._programs(num_blocks)
         self.num_blocks = num_blocks
@@ -199,8 +208,12 @@ class JaxModelRunner:
         self.state = self.programs.shapes.allocate_state()
         for key, program in compiled.items():
             if isinstance(key, StepVariant):
-                output, self.state = program(self.params, self.state, self._put(self.builder.padding(key.bucket)))
-                hidden = compiled["slice_hidden", key.bucket.num_tokens](output.hidden, self._put(np.int32(0)))
+                output, self.state = program(
+                    self.params, self.state, self._put(self.builder.padding(key.bucket))
+                )
+                hidden = compiled["slice_hidden", key.bucket.num_tokens](
+                    output.hidden, self._put(np.int32(0))
+                )
         score_ids = self._put(np.zeros(SCORE_CHUNK, np.int32))
         jax.block_until_ready(compiled["score"](self.params, hidden, score_ids))
         self._patch(TablePatches([self.max_num_seqs], [0], [0]))

@@ -95,7 +95,9 @@ class StepPrograms:
             max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only,
         )  # fmt: skip
         jitted = jax.jit(step, donate_argnums=(1,))
-        lowered = jitted.lower(self._params, self.shapes.abstract_state(), Abstract((layout.size,), jnp.int32))
+        lowered = jitted.lower(
+            self._params, self.shapes.abstract_state(), Abstract((layout.size,), jnp.int32)
+        )
         hidden = lowered.out_info[0].hidden
         self._hidden[variant.bucket] = Abstract(hidden.shape, hidden.dtype)
         return lowered
@@ -112,7 +114,10 @@ class StepPrograms:
             "reset_row": (sampler_state.reset_row, (scalar,)),
             "add_history": (sampler_state.add_history, (scalar, history, scalar)),
             "set_mask_rows": (sampler_state.set_mask_rows, (int32((rows,)), int32((rows, words)))),
-            "set_bias_row": (sampler_state.set_bias_row, (scalar, int32((bias,)), Abstract((bias,), jnp.float32))),
+            "set_bias_row": (
+                sampler_state.set_bias_row,
+                (scalar, int32((bias,)), Abstract((bias,), jnp.float32)),
+            ),
         }
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {
             name: partial(jax.jit(function, donate_argnums=(0,)).lower, sampler, *args)

@@ -43,9 +43,7 @@ class StepOutput:
     hidden: jax.Array
 
 
-def set_block_tables(
-    tables: jax.Array, rows: jax.Array, columns: jax.Array, blocks: jax.Array
-) -> jax.Array:
+def set_block_tables(tables: jax.Array, rows: jax.Array, columns: jax.Array, blocks: jax.Array) -> jax.Array:
     """Set entries (row, column) of [S, B] to block ids; rows out of range are dropped."""
     return tables.at[rows, columns].set(blocks, mode="drop")
 

@@ -1,10 +1,11 @@
 """Blocked attention in plain XLA: the CPU's implementation, and the portable one of GPUs that have no kernel.
 
-Central idea: work is cut into tiles whose number is dynamic, so that cost follows the live context and not the
-padded one. Single queries (decoding rows; in steps of up to ``QUERY_TILE`` tokens every token) are sorted by context
-and taken ``ROW_TILE`` at a time; each tile walks the context of its longest. Longer rows of larger steps are cut into
-tiles of ``QUERY_TILE`` queries, each of which walks its own visible context. Both walk ``KV_TILE`` keys at absolute positions in order with an online softmax in float32, so a row's result does
-not depend on the other rows: what lies beyond its own end adds exact zeros.
+Central idea: work is cut into tiles whose number is dynamic, so that cost follows the live context and not the padded
+one. Single queries (decoding rows; in steps of up to ``QUERY_TILE`` tokens every token) are sorted by context and taken
+``ROW_TILE`` at a time; each tile walks the context of its longest. Longer rows of larger steps are cut into tiles of
+``QUERY_TILE`` queries, each of which walks its own visible context. Both walk ``KV_TILE`` keys at absolute positions in
+order with an online softmax in float32, so a row's result does not depend on the other rows: what lies beyond its own
+end adds exact zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ MASKED = -1e30
 
 
 def blocked_attention(
-    q: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata, options: AttentionOptions,
+    q: jax.Array,
+    kv_cache: jax.Array,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend each row's new tokens to its cached ones (the new ones are in the cache already).
@@ -58,14 +62,18 @@ def blocked_attention(
 class _Walk:
     """One layer's cache and options: gathers tiles of keys and scores them."""
 
-    def __init__(self, kv_cache: jax.Array, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
+    def __init__(
+        self, kv_cache: jax.Array, options: AttentionOptions, sinks: jax.Array | None, num_heads: int
+    ):
         _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = kv_cache.shape
         self.flat = kv_cache.reshape(2 * self.num_blocks * self.num_kv_heads, self.block_size, self.head_size)
         self.options = options
         self.group = num_heads // self.num_kv_heads
         self.blocks_per_tile = max(1, KV_TILE // self.block_size)
         self.tile = self.blocks_per_tile * self.block_size
-        self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, self.group)
+        self.sinks = (
+            None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, self.group)
+        )
 
     def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[..., C] physical blocks -> keys and values [..., K, C * block_size, D], laid out as the products want."""
@@ -98,7 +106,9 @@ class _Walk:
             mask &= keys > queries - self.options.sliding_window
         return mask
 
-    def finish(self, top: jax.Array, total: jax.Array, acc: jax.Array, head_axes: tuple[int, ...]) -> jax.Array:
+    def finish(
+        self, top: jax.Array, total: jax.Array, acc: jax.Array, head_axes: tuple[int, ...]
+    ) -> jax.Array:
         """Normalise; ``head_axes`` are the axes of ``total`` that hold K and G."""
         if self.sinks is not None:
             shape = [1] * total.ndim
@@ -114,7 +124,7 @@ class _Walk:
 
 def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk) -> jax.Array:
     """N independent queries: q [N, H, D], context lengths [N] (0: none), tables [N, B] -> [N, H, D]."""
-    num_queries, num_heads, head_size = q.shape
+    num_queries, _, head_size = q.shape
     order = jnp.argsort(-lengths)
     rank = jnp.argsort(order)
     tile_rows = min(ROW_TILE, num_queries)
@@ -123,7 +133,10 @@ def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _
     order = jnp.pad(order, (0, pad))
     lengths = jnp.pad(lengths[order[:num_queries]], (0, pad))
     tables = walk.pad_tables(tables[order])
-    qg = q.astype(jnp.float32)[order].reshape(-1, walk.num_kv_heads, walk.group, head_size) * walk.options.scale
+    qg = (
+        q.astype(jnp.float32)[order].reshape(-1, walk.num_kv_heads, walk.group, head_size)
+        * walk.options.scale
+    )
 
     def row_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * tile_rows
@@ -164,7 +177,7 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
 
 def _query_tiles(q: jax.Array, out: jax.Array, walk: _Walk, metadata: AttentionMetadata) -> jax.Array:
     """Rows with several queries: fill their part of ``out`` [T, H, D], tile by tile."""
-    num_tokens, num_heads, head_size = q.shape
+    num_tokens = q.shape[0]
     tile_q = min(QUERY_TILE, num_tokens)
     starts, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
     row_ids = jnp.arange(starts.shape[0])
@@ -194,7 +207,7 @@ def _walk_queries(
     q: jax.Array, first_position: jax.Array, live: jax.Array, table: jax.Array, walk: _Walk
 ) -> jax.Array:
     """Online softmax of one row's tile of queries: q [t, H, D], table [B] -> [t, H, D] float32."""
-    tile_q, num_heads, head_size = q.shape
+    tile_q, _, head_size = q.shape
     grouped = q.astype(jnp.float32).reshape(tile_q, walk.num_kv_heads, walk.group, head_size)
     grouped = jnp.moveaxis(grouped, 0, 2).reshape(walk.num_kv_heads, walk.group * tile_q, head_size)
     grouped = grouped * walk.options.scale

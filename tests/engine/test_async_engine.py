@@ -15,7 +15,13 @@ import pytest
 from conftest import ENGINE
 
 from jaxserve import LLM, AsyncEngine, RequestOutputKind, SamplingParams
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError, QueueFullError
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    QueueFullError,
+)
 
 pytestmark = pytest.mark.device
 

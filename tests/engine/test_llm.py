@@ -100,7 +100,9 @@ def test_seeded_sampling_does_not_depend_on_company(make_llm, prompts):
 
 def test_n_completions_differ_and_are_in_order(make_llm, prompts):
     output = make_llm().generate(
-        prompts[0], SamplingParams(n=4, temperature=1.5, seed=5, max_tokens=8, ignore_eos=True), use_tqdm=False
+        prompts[0],
+        SamplingParams(n=4, temperature=1.5, seed=5, max_tokens=8, ignore_eos=True),
+        use_tqdm=False,
     )[0]
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4
@@ -127,7 +129,9 @@ def test_logit_bias_allowed_and_bad_tokens(make_llm, prompts):
 def test_penalties_change_repetition(make_llm, prompts):
     llm = make_llm()
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    plain = llm.generate(prompts[1], params.clone(logit_bias={7: 3.0}), use_tqdm=False)[0].outputs[0].token_ids
+    plain = (
+        llm.generate(prompts[1], params.clone(logit_bias={7: 3.0}), use_tqdm=False)[0].outputs[0].token_ids
+    )
     for penalty in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 3.0}):
         penalised = llm.generate(prompts[1], params.clone(logit_bias={7: 3.0}, **penalty), use_tqdm=False)
         ids = penalised[0].outputs[0].token_ids
@@ -176,13 +180,18 @@ def test_prompt_logprobs_equal_under_chunking(make_llm, prompts):
             assert y is not None
             assert 3 <= len(x) <= 4
             assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
-            assert x[token].rank == sum(1 for p in x.values() if p.logprob > x[token].logprob) + 1 or x[token].rank > 3
+            assert (
+                x[token].rank == sum(1 for p in x.values() if p.logprob > x[token].logprob) + 1
+                or x[token].rank > 3
+            )
 
 
 def test_whole_vocabulary_of_logprobs(make_llm, prompts):
     llm = make_llm(max_logprobs=-1)
     (output,) = llm.generate(
-        prompts[0], SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1), use_tqdm=False
+        prompts[0],
+        SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1),
+        use_tqdm=False,
     )
     assert output.outputs[0].logprobs is not None
     for position in output.outputs[0].logprobs:
@@ -223,7 +232,9 @@ def test_priority_is_honoured(make_llm, prompts):
 def test_bad_requests_are_refused_by_name_and_change_nothing(make_llm, prompt, params, named):
     llm = make_llm()
     with pytest.raises(InvalidRequestError) as error:
-        llm.generate([[7, 8], prompt] if prompt != [1.5] else [[7, 8], [1.5]], SamplingParams(**params), use_tqdm=False)
+        llm.generate(
+            [[7, 8], prompt] if prompt != [1.5] else [[7, 8], [1.5]], SamplingParams(**params), use_tqdm=False
+        )
     assert error.value.param == named
     assert_pool_full(llm)
     assert len(llm.generate([7, 8], GREEDY, use_tqdm=False)) == 1

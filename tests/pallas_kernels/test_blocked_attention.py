@@ -90,5 +90,7 @@ def test_the_donated_cache_is_not_copied(rows, pad_tokens):
         batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, AttentionOptions(scale=0.125)
     ).compile()
     shape = ",".join(map(str, batch.kv_cache.shape))
-    copies = [line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    copies = [
+        line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line
+    ]
     assert not copies

@@ -60,7 +60,16 @@ def build_metadata(rows, tables, num_tokens, num_rows, width, slots) -> Attentio
 
 
 def ragged_batch(
-    rows, *, heads=6, kv_heads=3, head_size=64, block_size=16, seed=0, dtype=jnp.float32, pad_tokens=7, pad_rows=2
+    rows,
+    *,
+    heads=6,
+    kv_heads=3,
+    head_size=64,
+    block_size=16,
+    seed=0,
+    dtype=jnp.float32,
+    pad_tokens=7,
+    pad_rows=2,
 ) -> RaggedBatch:
     """A batch of ``rows`` (context with the new tokens, new tokens), decode rows first, in shuffled blocks.
 
