@@ -40,8 +40,8 @@ class ExampleConfig:
     mode: str = setting("a", "A mode.", choices=("a", "b"))
     size: int = setting(1024, "A size.", parse="size")
     length: int | str | None = setting(None, "A length or a word.", parse="size")
-    extra: dict[str, Any] = setting({}, "An object.", parse="json")  # noqa: RUF009
-    names: list[str] | None = setting(None, "Names.", parse="list")  # noqa: RUF009
+    extra: dict[str, Any] = setting({}, "An object.", parse="json")
+    names: list[str] | None = setting(None, "Names.", parse="list")
 
 
 def parse(*arguments: str, configs: list[type[Any]] | None = None) -> argparse.Namespace:
