@@ -56,7 +56,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of a run; ``vocab_size`` bounds the random token ids, ``budget`` is jaxserve's, None its default."""
+    """Sizes of a run. ``vocab_size`` bounds the random token ids, ``budget`` is jaxserve's token budget."""
 
     model: str = ""
     num_streams: int = 32

@@ -1,0 +1,82 @@
+"""The benchmark scripts run: tiny sizes, no figures judged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import write_tiny_checkpoint
+
+pytestmark = pytest.mark.device
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PARTS = ["schedule", "build", "batch", "read", "update", "detokenize", "other", "total", "wire", "us/row"]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("benchmarks") / "llama")
+
+
+def run(script: str, *arguments: str) -> str:
+    """The script's standard output."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_host(tiny_model):
+    output = run("host.py", "--rows", "4", "9", "--steps", "3", "--model", str(tiny_model), "--streamed")
+    lines = output.splitlines()
+    assert lines[1].split() == ["rows", *PARTS]
+    for line, rows in zip(lines[2:4], (4, 9)):
+        cells = [float(cell) for cell in line.split()]
+        assert cells[0] == rows
+        assert all(cell > 0 for cell in cells[1:])
+        *parts, total, _, _ = cells[1:]
+        assert sum(parts) == pytest.approx(total, rel=0.5), "medians of parts add up to about the median"
+    assert re.search(r"x from 4 to 9 rows: (met|MISSED)", output)
+
+
+def test_cpu_quick(tiny_model):
+    output = run("cpu.py", "--quick", "--model", str(tiny_model))
+    assert output.splitlines()[-2].split() == ["streams", "decode", "prefill", "single"]
+    engine, *cells = re.sub(r"\(.*?\)", "", output.splitlines()[-1]).split()
+    assert engine == "jaxserve"
+    assert len(cells) == 4
+    assert all(float(cell) > 0 for cell in cells)
+
+
+def test_startup_says_how_to_be_called():
+    assert "--check" in run("startup.py", "--help")
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cpu
+
+    monkeypatch.setattr(cpu, "PEERS", {"llama.cpp": ("no_such_module", "pip install it")})
+    assert cpu.run_engine("llama.cpp", cpu.Workload()) is None
+    assert "pip install it" in capsys.readouterr().out
+
+
+def test_targets_are_judged(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cpu
+
+    def figures(value: float) -> dict[str, list[float]]:
+        return {metric: [0.0, value, 99.0] for metric in cpu.METRICS}
+
+    assert cpu.check_targets(
+        {"jaxserve": figures(13.1), "transformers": figures(7.0), "llama.cpp": figures(10.0)}
+    )
+    assert not cpu.check_targets({"jaxserve": figures(12.9), "llama.cpp": figures(10.0)})
+    output = capsys.readouterr().out
+    assert output.count("met") == 5
+    assert "prefill: 1.29 x llama.cpp (target 1.3 x): MISSED" in output
