@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -146,14 +146,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
 
     def _check_token_sets(self) -> None:
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = list(dict.fromkeys(_check_ids("allowed_token_ids", self.allowed_token_ids)))
+            self.allowed_token_ids = list(
+                dict.fromkeys(_check_ids("allowed_token_ids", self.allowed_token_ids))
+            )
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids is empty: nothing could be sampled.",
                                           param="allowed_token_ids")  # fmt: skip
         if not self.logit_bias:
             self.logit_bias = None
             return
-        if not isinstance(self.logit_bias, dict):
+        if not isinstance(cast(Any, self.logit_bias), dict):
             raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
@@ -222,7 +224,9 @@ def _check_strings(name: str, values: object, limit: int) -> Sequence[str]:
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
         raise InvalidRequestError(f"{name} must be a list of strings.", param=name)
     if len(values) > limit:
-        raise InvalidRequestError(f"{name} has {len(values)} entries; at most {limit} are allowed.", param=name)
+        raise InvalidRequestError(
+            f"{name} has {len(values)} entries; at most {limit} are allowed.", param=name
+        )
     if any(not v for v in values):
         raise InvalidRequestError(f"{name} holds an empty string.", param=name)
     return values

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jaxserve.errors import ConfigError
 
@@ -31,7 +32,7 @@ def setting(
     """
     metadata = {"help": help, "choices": choices, "flags": flags, "parse": parse}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return dataclasses.field(default_factory=lambda: copy.copy(cast(Any, default)), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

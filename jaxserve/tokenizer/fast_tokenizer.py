@@ -44,6 +44,7 @@ class FastTokenizer:
         self._named_tokens = dict(named_tokens)
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
         self.pieces = TokenPieces(backend)
+        self._vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         eos = self.eos_token_id
         own = [eos] if eos is not None else []
         self.eos_token_ids: list[int] = list(dict.fromkeys([*own, *eos_token_ids]))
@@ -53,9 +54,9 @@ class FastTokenizer:
         """The library's tokenizer; do not change it."""
         return self._backend
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self._vocab_size
 
     @cached_property
     def max_token_length(self) -> int:
