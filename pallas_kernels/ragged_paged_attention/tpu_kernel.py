@@ -30,7 +30,7 @@ from pallas_kernels.ragged_paged_attention.tpu_work import COUNT, POSITION, ROW,
 MASKED = -1e30
 """Score of an invisible key: finite. What a query adds up before it sees its first key, exp(MASKED - top) clears."""
 UNROLLED_HEADS = 8
-"""Up to this many KV heads are unrolled; more are looped over."""
+"""Decoding unrolls up to this many KV heads: each one's products are short, and overlap with the next one's."""
 
 
 def div(value: jax.Array, by: int) -> jax.Array:
@@ -372,7 +372,7 @@ class _Phase:
                     ]
 
     def _each_head(self, do: Callable[[Any], None]) -> None:
-        if self.shapes.kv_heads <= UNROLLED_HEADS:
+        if self.tile == 1 and self.shapes.kv_heads <= UNROLLED_HEADS:
             for number in range(self.shapes.kv_heads):
                 do(number)
         else:

@@ -1,0 +1,197 @@
+"""The TPU kernels, and whole steps of an 8B Llama over four devices, compiled ahead of time by the TPU's compiler.
+
+Says that every generation's compiler takes them, within its VMEM and SMEM, and that the donated cache is not copied;
+nothing about speed. Run with ``-s`` to see compile times and memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models import build
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.programs import ProgramShapes
+from jaxserve.runner.step_layout import StepLayout
+from jaxserve.runner.step_program import run_step
+from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend
+from sharding import make_mesh
+
+libtpu = pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed (the tpu extra)")
+
+pytestmark = [pytest.mark.device, pytest.mark.tpu_aot, pytest.mark.timeout(1800)]
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+DECODE = Bucket(num_tokens=64, num_rows=64)
+PREFILL = Bucket(num_tokens=2048, num_rows=64)
+NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN = 4096, 16, 64, 8192
+
+
+def devices(generation: str) -> list[Any]:
+    """A topology's devices. No TPU is touched, so libtpu need not ask the cloud for one, nor own it alone."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topologies.get_topology_desc(topology_name=TOPOLOGIES[generation], platform="tpu").devices
+
+
+def compile_and_report(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    started = time.monotonic()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    print(
+        f"\n{name}: compiled in {time.monotonic() - started:.1f} s; MiB a device: "
+        f"arguments {memory.argument_size_in_bytes / 2**20:.1f}, outputs {memory.output_size_in_bytes / 2**20:.1f}, "
+        f"aliased {memory.alias_size_in_bytes / 2**20:.1f}, temporaries {memory.temp_size_in_bytes / 2**20:.1f}"
+    )
+    return compiled
+
+
+def assert_cache_not_copied(compiled: jax.stages.Compiled, local_shape: tuple[int, ...], caches: int, dtype: str):
+    """The donated caches are aliased to the results, and no operation copies an array of their shape."""
+    element = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    shape = re.escape(f"{element}[{','.join(map(str, local_shape))}]")
+    text = compiled.as_text()
+    assert re.search(shape, text), "the cache's shape is not in the HLO"
+    made = {
+        line.strip()
+        for line in text.splitlines()
+        if re.search(rf"= \(?{shape}\S* (copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(", line)
+    }
+    assert not made
+    size = caches * math.prod(local_shape) * jnp.dtype(dtype).itemsize
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    assert text.count("must-alias") + text.count("may-alias") >= caches
+
+
+def compile_kernels(
+    generation: str, tokens: int, rows: int, heads: int, kv_heads: int, head_size: int, block_size: int, dtype: str,
+    options: AttentionOptions, width: int,
+) -> None:  # fmt: skip
+    mesh = make_mesh(1, devices(generation))
+    whole = NamedSharding(mesh, PartitionSpec())
+    abstract = partial(jax.ShapeDtypeStruct, sharding=whole)
+    int32 = partial(abstract, dtype=jnp.int32)
+    backend = TpuAttentionBackend(generation)
+    assert backend.supported(head_size, heads // kv_heads, block_size, dtype, options) is None
+    metadata = AttentionMetadata(
+        seq_lens=int32((rows,)), block_tables=int32((rows, width)), query_start_loc=int32((rows + 1,)),
+        distribution=int32((3,)), slot_mapping=int32((tokens,)), positions=int32((tokens,)), row_ids=int32((tokens,)),
+    )  # fmt: skip
+    cache_shape = backend.kv_cache_shape(256, block_size, kv_heads, head_size)
+    q, kv = abstract((tokens, heads, head_size), dtype), abstract((tokens, kv_heads, head_size), dtype)
+    sinks = abstract((heads,), jnp.float32)
+
+    def layer(q, k, v, cache, metadata, sinks):
+        return backend.update_and_attend(q, k, v, cache, metadata, options, sinks)
+
+    lowered = jax.jit(layer, donate_argnums=3).lower(q, kv, kv, abstract(cache_shape, dtype), metadata, sinks)
+    name = f"{generation} T={tokens} H={heads} K={kv_heads} D={head_size} block={block_size} {dtype}"
+    assert_cache_not_copied(compile_and_report(name, lowered), cache_shape, 1, dtype)
+
+
+PLAIN = AttentionOptions(0.125)
+ALL_OPTIONS = AttentionOptions(0.1, sliding_window=1000, soft_cap=30.0)
+KERNELS = {
+    "decode": (64, 64, 8, 2, 128, 16, "bfloat16", PLAIN, 512),
+    "all options, shared lanes, float32": (32, 16, 4, 2, 64, 32, "float32", ALL_OPTIONS, 64),
+}
+SLOW_KERNELS = {
+    "prefill": (2048, 256, 32, 8, 128, 16, "bfloat16", PLAIN, 512),
+    "one head": (1, 1, 1, 1, 80, 16, "bfloat16", PLAIN, 8),
+    "many key heads": (512, 32, 32, 32, 96, 32, "bfloat16", PLAIN, 64),
+    "groups of 16": (512, 64, 16, 1, 64, 64, "bfloat16", ALL_OPTIONS, 64),
+    "groups of 3, large heads": (256, 64, 12, 4, 256, 16, "bfloat16", PLAIN, 64),
+    "large blocks": (64, 64, 8, 8, 256, 256, "float32", ALL_OPTIONS, 32),
+    "128k tokens of context for 64 rows": (64, 64, 8, 2, 128, 16, "bfloat16", PLAIN, 8192),
+}
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(generation, name):
+    compile_kernels(generation, *KERNELS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("name", SLOW_KERNELS)
+def test_kernels_sweep(generation, name):
+    compile_kernels(generation, *SLOW_KERNELS[name])
+
+
+def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int):
+    """A whole step of an 8B Llama with so many layers, tensor-parallel over the mesh: what the runner compiles."""
+    devices = mesh.shape["model"]
+    backend = TpuAttentionBackend(generation, mesh)
+    model = build({**LLAMA_8B, "num_hidden_layers": num_layers}, backend, jnp.bfloat16, devices, mesh=mesh)
+    specs = model.kv_cache_specs()
+    shapes = ProgramShapes(
+        max_num_seqs=MAX_NUM_SEQS, vocab_size=model.vocab_size, max_logprobs=20, num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE, max_blocks_per_row=MAX_MODEL_LEN // BLOCK_SIZE,
+        kv_cache_shapes=tuple(
+            backend.kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_size) for spec in specs
+        ),
+        kv_cache_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    layout = StepLayout(bucket, BLOCK_SIZE, MAX_NUM_SEQS)
+    cache_axes = ["model" if axis == backend.kv_head_axis() else None for axis in range(5)]
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(*cache_axes))
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = split if leaf.shape in shapes.kv_cache_shapes else whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    state = jax.tree.map(place, shapes.abstract_state())
+    step = partial(
+        run_step, model=model, layout=layout, num_slots=NUM_BLOCKS * BLOCK_SIZE, max_logprobs=20, greedy_only=False
+    )
+    buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=whole)
+    lowered = jax.jit(step, donate_argnums=1).lower(model.abstract_params(mesh), state, buffer)
+    shape = list(shapes.kv_cache_shapes[0])
+    shape[backend.kv_head_axis()] //= devices
+    return lowered, tuple(shape)
+
+
+def compile_step(generation: str, bucket: Bucket, num_layers: int) -> None:
+    mesh = make_mesh(4, devices(generation))
+    lowered, local_shape = lower_step(mesh, generation, bucket, num_layers)
+    name = f"{generation} 8B Llama, {num_layers} layers, 4 devices, T={bucket.num_tokens}"
+    compiled = compile_and_report(name, lowered)
+    assert_cache_not_copied(compiled, local_shape, num_layers, "bfloat16")
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_step_of_two_layers(generation, bucket):
+    compile_step(generation, bucket, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_step_of_all_layers(generation, bucket):
+    compile_step(generation, bucket, 32)

@@ -1,0 +1,201 @@
+"""The TPU kernels against the float32 oracle, interpreted on a CPU: races and bounds checked, fresh memory NaN."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from ragged_batches import RaggedBatch, ragged_batch
+
+from pallas_kernels.dispatch import AttentionOptions
+from pallas_kernels.kv_cache_update.reference import kv_cache_update
+from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend
+from pallas_kernels.ragged_paged_attention.tpu_tuning import Tiles
+
+pytestmark = pytest.mark.device
+
+TILES = Tiles(query_tile=16, kv_chunk=32, table_bytes=1 << 19, cores=1, vmem_limit=1 << 26)
+NUM_TOKENS, NUM_ROWS, TABLE_WIDTH, CONTEXT_BLOCKS = 40, 10, 10, 28
+RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
+
+DECODE = [(15, 1), (16, 1), (17, 1), (1, 1), (65, 1)]
+MIXED = [(33, 1), (1, 1), (17, 17), (50, 12), (5, 2)]
+PREFILL = [(40, 20), (16, 16)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compiled program, and the batches it is tried on."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int = 16
+    dtype: str = "float32"
+    options: AttentionOptions = AttentionOptions(0.125)
+    sinks: bool = False
+    tiles: Tiles = TILES
+    batches: tuple[tuple[tuple[int, int], ...], ...] = (tuple(DECODE), tuple(MIXED))
+
+    @property
+    def interpret(self) -> pltpu.InterpretParams:
+        return pltpu.InterpretParams(
+            detect_races=True,
+            out_of_bounds_reads="raise",
+            uninitialized_memory="nan",
+            num_cores_or_threads=self.tiles.cores,
+        )
+
+
+CASES = {
+    "shared lanes": Case(4, 2, 64, batches=(tuple(DECODE), tuple(MIXED), tuple(PREFILL), ())),
+    "all options in bfloat16": Case(
+        3, 1, 128, dtype="bfloat16", options=AttentionOptions(0.1, sliding_window=20, soft_cap=5.0), sinks=True
+    ),
+    "padded lanes, one query head a key head, tables in two parts": Case(
+        2, 2, 80, options=AttentionOptions(0.1, sliding_window=35), tiles=replace(TILES, table_bytes=6 * 4 * TABLE_WIDTH)
+    ),
+    "two cores": Case(2, 1, 64, tiles=replace(TILES, cores=2)),
+}  # fmt: skip
+SLOW_CASES = {
+    "groups of 16, two rows of lanes": Case(16, 1, 256, block_size=32, sinks=True),
+    "many key heads": Case(9, 9, 96, batches=(tuple(MIXED),)),
+    "large blocks": Case(4, 2, 64, block_size=256, tiles=replace(TILES, kv_chunk=256), dtype="bfloat16"),
+    "blocks of 64, window inside a block": Case(
+        6, 2, 128, block_size=64, options=AttentionOptions(0.1, sliding_window=9), tiles=replace(TILES, kv_chunk=64)
+    ),
+    "soft cap": Case(4, 4, 64, options=AttentionOptions(0.5, soft_cap=3.0), dtype="bfloat16"),
+    "sinks in bfloat16": Case(10, 2, 64, sinks=True, dtype="bfloat16"),
+}  # fmt: skip
+
+
+def to_tpu_layout(cache: jax.Array) -> jax.Array:
+    """The oracle's cache [2, N, K, B, D] in the backend's layout; unused lanes are zero, as in a fresh cache."""
+    head_size = cache.shape[-1]
+    if head_size <= 64:
+        both = jnp.concatenate([cache[0], cache[1]], axis=-1)[:, None]
+    else:
+        both = jnp.moveaxis(cache, 0, 1)
+    return jnp.pad(both, ((0, 0),) * 4 + ((0, -both.shape[-1] % 128),))
+
+
+def fixed_shapes(batch: RaggedBatch) -> RaggedBatch:
+    """Widen tables and pool to sizes that all batches of a case share, so that one program serves them."""
+    meta, old_blocks = batch.metadata, batch.kv_cache.shape[1]
+    block_size = batch.kv_cache.shape[3]
+    extra = CONTEXT_BLOCKS - old_blocks
+    cache = jnp.pad(batch.kv_cache, ((0, 0), (0, extra), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
+    out_of_range = meta.slot_mapping >= old_blocks * block_size
+    meta = replace(
+        meta,
+        block_tables=jnp.pad(meta.block_tables, ((0, 0), (0, TABLE_WIDTH - meta.block_tables.shape[1]))),
+        slot_mapping=jnp.where(out_of_range, CONTEXT_BLOCKS * block_size, meta.slot_mapping),
+    )
+    return replace(batch, kv_cache=cache, metadata=meta)
+
+
+def make_batch(case: Case, rows: tuple[tuple[int, int], ...], seed: int) -> RaggedBatch:
+    live = sum(new for _, new in rows)
+    return fixed_shapes(
+        ragged_batch(
+            list(rows), heads=case.heads, kv_heads=case.kv_heads, head_size=case.head_size, dtype=case.dtype,
+            block_size=case.block_size, seed=seed, pad_tokens=NUM_TOKENS - live, pad_rows=NUM_ROWS - len(rows),
+        )
+    )  # fmt: skip
+
+
+def races_found() -> bool:
+    """Whether the interpreter saw a race in the last kernel that it ran with detection on."""
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    return module.races.races_found
+
+
+def f32(array: jax.Array) -> np.ndarray:
+    """For comparison: numpy does not take bfloat16's NaNs for equal."""
+    return np.asarray(array, np.float32)
+
+
+def check(case: Case, seed: int) -> None:
+    backend = TpuAttentionBackend("v5e", interpret=case.interpret, tiles=case.tiles)
+    # Compiling what interprets the kernel takes longer than running it.
+    run = jax.jit(
+        partial(backend.update_and_attend, options=case.options),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    oracle = jax.jit(
+        partial(
+            ragged_paged_attention, scale=case.options.scale, sliding_window=case.options.sliding_window,
+            soft_cap=case.options.soft_cap,
+        )
+    )  # fmt: skip
+    sinks = None
+    if case.sinks:
+        sinks = jnp.asarray(np.random.default_rng(seed).standard_normal(case.heads), jnp.float32)
+    for number, rows in enumerate(case.batches):
+        batch = make_batch(case, rows, seed + number)
+        out, cache = run(
+            batch.q, batch.k, batch.v, to_tpu_layout(batch.kv_cache), batch.metadata, sinks=sinks
+        )
+        expected_cache = kv_cache_update(batch.kv_cache, batch.k, batch.v, batch.metadata.slot_mapping)
+        np.testing.assert_array_equal(f32(cache), f32(to_tpu_layout(expected_cache)))
+        expected = oracle(batch.q.astype(jnp.float32), expected_cache, batch.metadata, sinks=sinks)
+        assert not races_found()
+        assert_close(out, expected, batch, RELATIVE_ERROR[case.dtype])
+
+
+def assert_close(out: jax.Array, expected: jax.Array, batch: RaggedBatch, tolerance: float) -> None:
+    """Relative error of every live token's heads together; padding tokens are zero."""
+    out, expected = f32(out), f32(expected)
+    live = int(batch.metadata.query_start_loc[-1])
+    assert np.all(out[live:] == 0)
+    for token in range(live):
+        error = np.linalg.norm(out[token] - expected[token]) / np.linalg.norm(expected[token])
+        assert error < tolerance, f"token {token}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name):
+    check(CASES[name], seed=len(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_equals_the_oracle_sweep(name):
+    check(SLOW_CASES[name], seed=len(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(seed):
+    """Random shapes and rows."""
+    rng = np.random.default_rng(seed)
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+    block = int(rng.choice([16, 32]))
+    batches = []
+    for _ in range(3):
+        decodes = [(int(rng.integers(1, 70)), 1) for _ in range(rng.integers(0, 4))]
+        longer = [(int(rng.integers(12, 70)), int(rng.integers(2, 12))) for _ in range(rng.integers(0, 3))]
+        batches.append(tuple(decodes + longer))
+    case = Case(
+        kv_heads * group,
+        kv_heads,
+        int(rng.choice([64, 80, 96, 128, 256])),
+        block_size=block,
+        dtype=str(rng.choice(["float32", "bfloat16"])),
+        options=AttentionOptions(
+            0.1,
+            sliding_window=None if rng.random() < 0.5 else int(rng.integers(1, 60)),
+            soft_cap=None if rng.random() < 0.5 else 4.0,
+        ),
+        sinks=bool(rng.random() < 0.5),
+        tiles=replace(TILES, kv_chunk=block * int(rng.choice([1, 2, 4]))),
+        batches=tuple(batches),
+    )
+    check(case, seed)
