@@ -11,6 +11,11 @@ from jaxserve.weights.gguf import GGUFFile
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF architecture to Hugging Face's. Mistral arrives as ``llama``."""
+REFUSED_KEYS = (
+    "expert_count", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "embedding_scale", "residual_scale", "logit_scale",
+)  # fmt: skip
+"""Features that some files of these architectures carry and that would change every output if ignored."""
 SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -33,6 +38,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}."
         )
     keys = _Keys(file, architecture)
+    for refused in REFUSED_KEYS:
+        if keys.get(refused):
+            raise UnsupportedModelError(
+                f"{file.path}: {architecture}.{refused} is {keys.get(refused)}, which is not supported."
+            )
     window = keys.get("attention.sliding_window")
     if window and architecture != "llama":
         raise UnsupportedModelError(f"{file.path}: {architecture}.attention.sliding_window is not supported.")
@@ -134,6 +144,9 @@ def _rope_parameters(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     original = keys.get("rope.scaling.original_context_length")
     if original is not None:
         parameters["original_max_position_embeddings"] = original
-    if keys.get("rope.scaling.attn_factor") is not None:
-        parameters["attention_factor"] = float(keys.get("rope.scaling.attn_factor"))
+    attention_factor = keys.get("rope.scaling.attn_factor", 1.0)
+    if attention_factor != 1.0:
+        raise UnsupportedModelError(
+            f"{file.path}: rope.scaling.attn_factor {attention_factor} is not supported."
+        )
     return parameters

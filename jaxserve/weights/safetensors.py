@@ -150,7 +150,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
             "refused. Convert them once with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
-    raise CheckpointError(f"{folder} holds no .safetensors file.")
+    raise CheckpointError(
+        f"{folder} holds no .safetensors file, the only kind of weights read from a folder."
+    )
 
 
 def _indexed_files(folder: Path, index: Path) -> list[Path]:

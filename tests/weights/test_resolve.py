@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import huggingface_hub
 import numpy as np
 import pytest
@@ -68,6 +69,36 @@ def test_gguf_windows_of_qwen_are_refused(tmp_path: Path) -> None:
     finish(writer)
     with pytest.raises(UnsupportedModelError, match=r"qwen2.attention.sliding_window is not supported"):
         resolve_model(str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("llama.expert_count", 8), ("llama.logit_scale", 0.5), ("llama.rope.scaling.attn_factor", 2.0)],
+)
+def test_gguf_features_that_change_the_output_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    """A Mixtral, for one, arrives as ``llama`` with experts."""
+    writer = new_writer(tmp_path / "a.gguf", tiny_config("llama"))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_float32(key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((320, 64), np.float32))
+    finish(writer)
+    with pytest.raises(UnsupportedModelError, match=key.removeprefix("llama.")):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_gguf_rope_scaling(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path / "a.gguf", tiny_config("qwen2"))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(128)
+    writer.add_tensor("token_embd.weight", np.zeros((320, 64), np.float32))
+    finish(writer)
+    assert resolve_model(str(tmp_path / "a.gguf")).config["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
 
 
 def test_gguf_sampling_defaults_and_turn_ends(tmp_path: Path) -> None:
