@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from fake_runner import full_attention_group, sliding_window_group
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduler_harness import Harness
 
 from jaxserve.errors import InvalidRequestError
@@ -162,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         self.harness.depth = self.num_added % 3
-        self.harness.run()
+        self.harness.run(max_steps=100_000)
         for request_id in self.harness.requests:
             self._check_result(request_id)
 
@@ -193,7 +201,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+SchedulerMachine.TestCase.settings = settings(SETTINGS, max_examples=150, stateful_step_count=60)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_scheduler_machine_longer() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SETTINGS, max_examples=2000, stateful_step_count=100)
+    )
