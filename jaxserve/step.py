@@ -187,7 +187,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True):
     cache_salt: str | None = None
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step added to one request."""
 
     request_id: str
