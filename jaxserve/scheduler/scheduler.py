@@ -272,8 +272,10 @@ class Scheduler:
         return self._steps.pop(scheduled_id)
 
     def _fail_rows(self, step: StepPlan, failed: dict[str, str]) -> list[EngineCoreOutput]:
-        rows = [row for row in step.all_rows() if row.request_id in failed and not row.finished]
-        return [self._fail(request, failed[request.request_id]) for request in rows]
+        rows = [row for row in step.all_rows() if row.request_id in failed]
+        if any(row.status is not RequestStatus.RUNNING for row in rows):
+            self.reset_prefix_cache()  # their blocks are gone, but could still be found
+        return [self._fail(row, failed[row.request_id]) for row in rows if not row.finished]
 
     def _fail(self, request: Request, reason: str) -> EngineCoreOutput:
         self.kv_cache.uncache_blocks(request)

@@ -211,6 +211,19 @@ def test_a_failed_row_ends_alone_and_what_it_wrote_is_not_reused() -> None:
     assert harness.requests["same prompt"].num_cached_tokens == 0
 
 
+def test_what_a_failed_row_wrote_is_not_reused_either_if_the_request_was_aborted_before() -> None:
+    harness = Harness(depth=1)
+    harness.add("bad", [1] * 12)
+    harness.runner.failures["bad"] = "NaN in the logits"
+    harness.schedule()
+    harness.scheduler.abort(["bad"])
+    assert harness.read() == []
+    harness.add("same prompt", [1] * 12)
+    harness.run()
+    harness.check_result("same prompt")
+    assert harness.requests["same prompt"].num_cached_tokens == 0
+
+
 def test_failing_requests_in_every_state() -> None:
     harness = Harness(max_num_seqs=1, depth=1)
     harness.add("running", [1] * 12)
