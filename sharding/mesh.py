@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 MESH_AXES = ("data", "model", "expert")
 
 
-def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of shape (1, tensor_parallel_size, 1) over the first devices.
 
     Args:

@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         qkv = qkv.reshape(num_tokens, *self.heads_shape)
         qkv = self.context.constrain(qkv, ("tokens", "kv_heads", None, "head_dim"))
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and self.qk_norm_eps is not None:
             qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]

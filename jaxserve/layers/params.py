@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ class LayerContext:
     ) -> nnx.Param[jax.Array]:
         """Declare a parameter in the compute type. It is abstract: ``Model`` binds an array to it."""
         spec = ParamSpec(shape, self.dtype, axes, scale, mean)
-        return nnx.Param(spec.abstract(), spec=spec)
+        return cast(nnx.Param[jax.Array], nnx.Param(spec.abstract(), spec=spec))
 
     def constrain(self, value: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """Tell the partitioner how an intermediate value is split."""

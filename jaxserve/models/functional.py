@@ -114,9 +114,7 @@ def build(
     context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules)
     module = find_family(config).create(config, context)
     graphdef, state = nnx.split(module)
-    variables, treedef = jax.tree.flatten_with_path(
-        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
+    variables, treedef = jax.tree.flatten_with_path(state, is_leaf=_is_variable)
     specs = {_name(path): variable.get_metadata()["spec"] for path, variable in variables}
     leaves_treedef = jax.tree.structure(state)
     assert leaves_treedef.num_leaves == len(specs) == treedef.num_leaves
@@ -124,6 +122,10 @@ def build(
         specs, tuple(module.weight_map()), module.vocab_size, module.max_position_embeddings,
         module, graphdef, leaves_treedef, rules,
     )  # fmt: skip
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -197,10 +197,10 @@ class GGUFCheckpoint:
         metadata = self._file.metadata
         self._architecture = str(metadata.get("general.architecture"))
         heads = metadata.get(f"{self._architecture}.attention.head_count")
-        self._num_heads = {
-            "q": heads,
-            "k": metadata.get(f"{self._architecture}.attention.head_count_kv", heads),
-        }
+        kv_heads = metadata.get(f"{self._architecture}.attention.head_count_kv", heads)
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise CheckpointError(f"{path} has no number of heads: head_count is {heads!r}, {kv_heads!r}.")
+        self._num_heads = {"q": heads, "k": kv_heads}
 
     def names(self) -> Iterable[str]:
         return self._gguf_names.keys()
@@ -214,7 +214,7 @@ class GGUFCheckpoint:
         match = PERMUTED.fullmatch(gguf_name)
         if match is None or self._architecture != "llama":
             return tensor
-        return undo_rope_permutation(tensor, int(self._num_heads[match[1]]))
+        return undo_rope_permutation(tensor, self._num_heads[match[1]])
 
 
 def hf_name(gguf_name: str) -> str:
