@@ -49,11 +49,6 @@ class BlockPool:
         """Share of the blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found by their content."""
-        return len(self._by_key)
-
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count`` blocks with one reference each, least recently used first; their old content is
         forgotten.
@@ -107,10 +102,6 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         """The block whose content has this key."""
         return self._by_key.get(key)
-
-    def is_free(self, block: int) -> bool:
-        """Whether nobody references the block."""
-        return self.ref_counts[block] == 0
 
     def cache(self, block: int, key: bytes) -> None:
         """Make a referenced block findable. If another block holds the same content already, that one

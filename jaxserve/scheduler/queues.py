@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 
 from jaxserve.request import Request
 
@@ -26,10 +25,6 @@ class RequestQueue(ABC):
 
     def __len__(self) -> int:
         return self._num_live
-
-    def __iter__(self) -> Iterator[Request]:
-        """The live requests, in no particular order."""
-        return (request for request in self._entries() if not request.finished)
 
     def add(self, request: Request) -> None:
         """Enqueue a new request."""
@@ -79,9 +74,6 @@ class RequestQueue(ABC):
     def _pop_head(self) -> None: ...
 
     @abstractmethod
-    def _entries(self) -> Iterator[Request]: ...
-
-    @abstractmethod
     def _sweep(self) -> None: ...
 
 
@@ -103,9 +95,6 @@ class FCFSQueue(RequestQueue):
 
     def _pop_head(self) -> None:
         self._deque.popleft()
-
-    def _entries(self) -> Iterator[Request]:
-        return iter(self._deque)
 
     def _sweep(self) -> None:
         self._deque = deque(request for request in self._deque if not request.finished)
@@ -129,9 +118,6 @@ class PriorityQueue(RequestQueue):
 
     def _pop_head(self) -> None:
         heapq.heappop(self._heap)
-
-    def _entries(self) -> Iterator[Request]:
-        return (request for _, request in self._heap)
 
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if not entry[1].finished]

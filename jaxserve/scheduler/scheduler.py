@@ -147,7 +147,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._lifecycle.running),
             num_waiting=len(self._lifecycle.waiting),
-            kv_cache_usage=pool.usage,
+            kv_cache_usage=self.kv_cache.usage,
             prefix_cache_queries=prefix_cache.queries,
             prefix_cache_hits=prefix_cache.hits,
             num_preemptions=self._lifecycle.num_preemptions,

@@ -61,7 +61,7 @@ def test_touch_takes_a_block_back_from_the_free_list() -> None:
     pool.free([1, 2, 3])
     pool.touch([0, 2])
     assert pool.num_free == 2
-    assert not pool.is_free(2)
+    assert pool.ref_counts[2] == 1
     assert sorted(pool.allocate(2)) == [1, 3]
     pool.touch([2])
     pool.free([2])
@@ -100,7 +100,7 @@ def test_reset_forgets_content_of_free_and_of_used_blocks() -> None:
     pool.cache(2, b"two")
     pool.free([2])
     pool.reset_cache()
-    assert pool.num_cached == 0
+    assert pool.cached_blocks() == {}
     assert pool.find(b"one") is None
     pool.free([1])
     assert pool.allocate(2) == [1, 2]

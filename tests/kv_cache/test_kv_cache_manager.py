@@ -124,18 +124,18 @@ def test_tokens_that_are_not_read_or_not_computed_are_not_cached() -> None:
     manager = make_manager()
     request = make_request("a", [1] * 7)
     compute(manager, request)
-    assert manager.pool.num_cached == 1
+    assert len(manager.pool.cached_blocks()) == 1
     request.num_inflight_tokens, request.num_computed_tokens = 1, 8  # a step computes token 7, not read yet
     manager.cache_blocks(request)
-    assert manager.pool.num_cached == 1
+    assert len(manager.pool.cached_blocks()) == 1
     request.all_token_ids.append(5)
     manager.cache_blocks(request)
-    assert manager.pool.num_cached == 2
+    assert len(manager.pool.cached_blocks()) == 2
     request.all_token_ids += [5] * 4  # known, but computed only in part
     manager.allocate_slots(request, 4)
     request.num_computed_tokens = 11
     manager.cache_blocks(request)
-    assert manager.pool.num_cached == 2
+    assert len(manager.pool.cached_blocks()) == 2
     assert request.next_cache_at == 12
 
 
@@ -145,7 +145,7 @@ def test_without_caching_nothing_is_hashed_or_found() -> None:
     compute(manager, a)
     assert a.next_cache_at == NEVER
     assert a.block_hashes == []
-    assert manager.pool.num_cached == 0
+    assert len(manager.pool.cached_blocks()) == 0
     assert manager.get_computed_blocks(make_request("b", [1] * 9)) == manager.no_hit
 
 
@@ -158,9 +158,9 @@ def test_reset_forgets_prefixes_also_of_running_requests() -> None:
     assert manager.allocate_slots(a, 10) is not None
     a.num_computed_tokens = 20
     manager.cache_blocks(a)
-    assert manager.pool.num_cached == 0
+    assert len(manager.pool.cached_blocks()) == 0
     compute(manager, b)
-    assert manager.pool.num_cached == 5
+    assert len(manager.pool.cached_blocks()) == 5
 
 
 def test_uncached_blocks_are_not_found() -> None:

@@ -65,7 +65,6 @@ def test_ended_requests_are_skipped(policy: str) -> None:
     end(queue, requests[0])
     end(queue, requests[2])
     assert len(queue) == 2
-    assert {item.request_id for item in queue} == {"1", "3"}
     assert queue.peek() is requests[1]
     assert drain(queue) == ["1", "3"]
     assert not queue
@@ -81,7 +80,8 @@ def test_many_ended_requests_do_not_pile_up(policy: str) -> None:
     for i in range(1, 5000):
         queue.add(item := request(i))
         end(queue, item)
-    assert sum(1 for _ in queue._entries()) < 200
+    entries = queue._deque if isinstance(queue, FCFSQueue) else queue._heap
+    assert len(entries) < 200
     assert queue.pop() is keep
     assert len(queue) == 0
 

@@ -155,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_device(self) -> None:
         self.failed |= self.harness.lose_device()
         assert not self.harness.scheduler.running
-        assert self.harness.scheduler.kv_cache.pool.num_cached == 0
+        assert len(self.harness.scheduler.kv_cache.pool.cached_blocks()) == 0
 
     @rule()
     def reset_prefix_cache(self) -> None:

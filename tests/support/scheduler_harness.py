@@ -227,7 +227,7 @@ class Harness:
         assert len(free) == pool.num_free
         assert sorted([*free, *held]) == list(range(1, pool.num_blocks))
         cached = pool.cached_blocks()
-        assert len(set(cached.values())) == len(cached) == pool.num_cached
+        assert len(set(cached.values())) == len(cached)
 
     def check_idle(self) -> None:
         """No request, no block in use."""
