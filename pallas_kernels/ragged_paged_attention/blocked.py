@@ -85,6 +85,11 @@ class _Walk:
         v = self.flat.at[index].get(mode="promise_in_bounds").reshape(shape)
         return k.astype(jnp.float32), v.astype(jnp.float32)
 
+    def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """A product of float32 arrays; of a float32 cache on every device in float32 (not in TF32)."""
+        precision = jax.lax.Precision.HIGHEST if self.flat.dtype == jnp.float32 else None
+        return jnp.einsum(equation, x, y, precision=precision)
+
     def pad_tables(self, tables: jax.Array) -> jax.Array:
         """Widen block tables to whole tiles with the dummy block."""
         return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self.blocks_per_tile)))
@@ -161,13 +166,13 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
         k, v = walk.gather(blocks)  # [r, K, tile, D]
         keys = (index * walk.tile + jnp.arange(walk.tile))[None]
         mask = walk.visible(keys, queries)[:, None, None]  # [r, 1, 1, tile]
-        scores = jnp.where(mask, walk.cap(jnp.einsum("rkgd,rksd->rkgs", q, k)), MASKED)
+        scores = jnp.where(mask, walk.cap(walk.product("rkgd,rksd->rkgs", q, k)), MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
         # An invisible slot may be another row's by now, or never written and NaN; 0 * NaN is NaN.
         v = jnp.where(mask[:, :, 0, :, None], v, 0.0)
-        added = jnp.einsum("rkgs,rksd->rkgd", weights, v)
+        added = walk.product("rkgs,rksd->rkgd", weights, v)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
     init = jnp.full(q.shape[:3], MASKED, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros_like(q)
@@ -223,7 +228,7 @@ def _walk_queries(
         blocks = jax.lax.dynamic_slice_in_dim(table, index * walk.blocks_per_tile, walk.blocks_per_tile)
         k, v = walk.gather(blocks)  # [K, tile, D]
         keys = index * walk.tile + jnp.arange(walk.tile)
-        scores = walk.cap(jnp.einsum("kqd,ksd->kqs", grouped, k))
+        scores = walk.cap(walk.product("kqd,ksd->kqs", grouped, k))
         scores = scores.reshape(walk.num_kv_heads, walk.group, tile_q, walk.tile)
         mask = walk.visible(keys[None], queries[:, None])
         scores = jnp.where(mask, scores, MASKED)
@@ -232,7 +237,7 @@ def _walk_queries(
         rescale = jnp.exp(top - new_top)
         v = jnp.where(((keys >= seen_from) & (keys < end))[:, None], v, 0.0)
         flat = weights.reshape(walk.num_kv_heads, walk.group * tile_q, walk.tile)
-        added = jnp.einsum("kqs,ksd->kqd", flat, v).reshape(acc.shape)
+        added = walk.product("kqs,ksd->kqd", flat, v).reshape(acc.shape)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
     shape = (walk.num_kv_heads, walk.group, tile_q)
