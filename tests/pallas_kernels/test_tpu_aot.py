@@ -70,7 +70,9 @@ def compile_and_report(name: str, lowered: jax.stages.Lowered) -> jax.stages.Com
     return compiled
 
 
-def assert_cache_not_copied(compiled: jax.stages.Compiled, local_shape: tuple[int, ...], caches: int, dtype: str):
+def assert_cache_not_copied(
+    compiled: jax.stages.Compiled, local_shape: tuple[int, ...], caches: int, dtype: str
+):
     """The donated caches are aliased to the results, and no operation copies an array of their shape."""
     element = {"bfloat16": "bf16", "float32": "f32"}[dtype]
     shape = re.escape(f"{element}[{','.join(map(str, local_shape))}]")
@@ -79,7 +81,9 @@ def assert_cache_not_copied(compiled: jax.stages.Compiled, local_shape: tuple[in
     made = {
         line.strip()
         for line in text.splitlines()
-        if re.search(rf"= \(?{shape}\S* (copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(", line)
+        if re.search(
+            rf"= \(?{shape}\S* (copy|copy-start|fusion|transpose|scatter|dynamic-update-slice)\(", line
+        )
     }
     assert not made
     size = caches * math.prod(local_shape) * jnp.dtype(dtype).itemsize
@@ -143,7 +147,7 @@ def test_kernels_sweep(generation, name):
     compile_kernels(generation, *SLOW_KERNELS[name])
 
 
-def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int):
+def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int, greedy_only: bool):
     """A whole step of an 8B Llama with so many layers, tensor-parallel over the mesh: what the runner compiles."""
     devices = mesh.shape["model"]
     backend = TpuAttentionBackend(generation, mesh)
@@ -167,7 +171,12 @@ def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int):
 
     state = jax.tree.map(place, shapes.abstract_state())
     step = partial(
-        run_step, model=model, layout=layout, num_slots=NUM_BLOCKS * BLOCK_SIZE, max_logprobs=20, greedy_only=False
+        run_step,
+        model=model,
+        layout=layout,
+        num_slots=NUM_BLOCKS * BLOCK_SIZE,
+        max_logprobs=20,
+        greedy_only=greedy_only,
     )
     buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=whole)
     lowered = jax.jit(step, donate_argnums=1).lower(model.abstract_params(mesh), state, buffer)
@@ -176,9 +185,9 @@ def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int):
     return lowered, tuple(shape)
 
 
-def compile_step(generation: str, bucket: Bucket, num_layers: int) -> None:
+def compile_step(generation: str, bucket: Bucket, num_layers: int, greedy_only: bool = True) -> None:
     mesh = make_mesh(4, devices(generation))
-    lowered, local_shape = lower_step(mesh, generation, bucket, num_layers)
+    lowered, local_shape = lower_step(mesh, generation, bucket, num_layers, greedy_only)
     name = f"{generation} 8B Llama, {num_layers} layers, 4 devices, T={bucket.num_tokens}"
     compiled = compile_and_report(name, lowered)
     assert_cache_not_copied(compiled, local_shape, num_layers, "bfloat16")
@@ -195,3 +204,9 @@ def test_step_of_two_layers(generation, bucket):
 @pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_step_of_all_layers(generation, bucket):
     compile_step(generation, bucket, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_step_with_the_whole_sampler(generation):
+    compile_step(generation, DECODE, 1, greedy_only=False)

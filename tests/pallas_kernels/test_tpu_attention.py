@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from ragged_batches import RaggedBatch, ragged_batch
+from tpu_interpreter import COMPILER_OPTIONS, races_found, strict
 
 from pallas_kernels.dispatch import AttentionOptions
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend
+from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tiles
 
 pytestmark = pytest.mark.device
@@ -44,15 +45,6 @@ class Case:
     tiles: Tiles = TILES
     batches: tuple[tuple[tuple[int, int], ...], ...] = (tuple(DECODE), tuple(MIXED))
 
-    @property
-    def interpret(self) -> pltpu.InterpretParams:
-        return pltpu.InterpretParams(
-            detect_races=True,
-            out_of_bounds_reads="raise",
-            uninitialized_memory="nan",
-            num_cores_or_threads=self.tiles.cores,
-        )
-
 
 CASES = {
     "shared lanes": Case(4, 2, 64, batches=(tuple(DECODE), tuple(MIXED), tuple(PREFILL), ())),
@@ -60,9 +52,10 @@ CASES = {
         3, 1, 128, dtype="bfloat16", options=AttentionOptions(0.1, sliding_window=20, soft_cap=5.0), sinks=True
     ),
     "padded lanes, one query head a key head, tables in two parts": Case(
-        2, 2, 80, options=AttentionOptions(0.1, sliding_window=35), tiles=replace(TILES, table_bytes=6 * 4 * TABLE_WIDTH)
+        2, 2, 80, options=AttentionOptions(0.1, sliding_window=35),
+        tiles=replace(TILES, table_bytes=6 * 4 * TABLE_WIDTH),
     ),
-    "two cores": Case(2, 1, 64, tiles=replace(TILES, cores=2)),
+    "two cores": Case(2, 1, 64, tiles=replace(TILES, cores=2), batches=(tuple(MIXED),)),
 }  # fmt: skip
 SLOW_CASES = {
     "groups of 16, two rows of lanes": Case(16, 1, 256, block_size=32, sinks=True),
@@ -111,26 +104,30 @@ def make_batch(case: Case, rows: tuple[tuple[int, int], ...], seed: int) -> Ragg
     )  # fmt: skip
 
 
-def races_found() -> bool:
-    """Whether the interpreter saw a race in the last kernel that it ran with detection on."""
-    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
-    return module.races.races_found
-
-
 def f32(array: jax.Array) -> np.ndarray:
     """For comparison: numpy does not take bfloat16's NaNs for equal."""
     return np.asarray(array, np.float32)
 
 
+@functools.cache
+def compiled(case: Case) -> Callable[..., Any]:
+    """The interpreted backend: the cases' programs are compiled once."""
+    backend = TpuAttentionBackend("v5e", interpret=strict(case.tiles.cores), tiles=case.tiles)
+    update_and_attend = functools.partial(backend.update_and_attend, options=case.options)
+    return jax.jit(update_and_attend, compiler_options=COMPILER_OPTIONS)
+
+
+def run(case: Case, batch: RaggedBatch, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    cache = to_tpu_layout(batch.kv_cache)
+    results = compiled(case)(batch.q, batch.k, batch.v, cache, batch.metadata, sinks=sinks)
+    jax.block_until_ready(results)
+    assert not races_found()
+    return results
+
+
 def check(case: Case, seed: int) -> None:
-    backend = TpuAttentionBackend("v5e", interpret=case.interpret, tiles=case.tiles)
-    # Compiling what interprets the kernel takes longer than running it.
-    run = jax.jit(
-        partial(backend.update_and_attend, options=case.options),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
     oracle = jax.jit(
-        partial(
+        functools.partial(
             ragged_paged_attention, scale=case.options.scale, sliding_window=case.options.sliding_window,
             soft_cap=case.options.soft_cap,
         )
@@ -140,13 +137,10 @@ def check(case: Case, seed: int) -> None:
         sinks = jnp.asarray(np.random.default_rng(seed).standard_normal(case.heads), jnp.float32)
     for number, rows in enumerate(case.batches):
         batch = make_batch(case, rows, seed + number)
-        out, cache = run(
-            batch.q, batch.k, batch.v, to_tpu_layout(batch.kv_cache), batch.metadata, sinks=sinks
-        )
+        out, cache = run(case, batch, sinks)
         expected_cache = kv_cache_update(batch.kv_cache, batch.k, batch.v, batch.metadata.slot_mapping)
         np.testing.assert_array_equal(f32(cache), f32(to_tpu_layout(expected_cache)))
         expected = oracle(batch.q.astype(jnp.float32), expected_cache, batch.metadata, sinks=sinks)
-        assert not races_found()
         assert_close(out, expected, batch, RELATIVE_ERROR[case.dtype])
 
 
@@ -163,6 +157,70 @@ def assert_close(out: jax.Array, expected: jax.Array, batch: RaggedBatch, tolera
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name):
     check(CASES[name], seed=len(name))
+
+
+def test_a_row_does_not_depend_on_its_company():
+    case = CASES["shared lanes"]
+    company = make_batch(case, tuple(DECODE), seed=3)
+    out, _ = run(case, company)
+    kept = [1, 4]
+    alone, _ = run(case, company.only_rows(kept))
+    for new, old in enumerate(kept):
+        np.testing.assert_array_equal(alone[new], out[old])
+
+
+def test_empty_rows_among_live_ones():
+    """A row without tokens, and one of no length, change nothing."""
+    case = CASES["shared lanes"]
+    batch = make_batch(case, ((33, 1), (1, 1), (20, 12)), seed=4)
+    out, cache = run(case, batch)
+    meta = batch.metadata
+
+    def with_empty_row(values: jax.Array, fill: int) -> jax.Array:
+        return jnp.insert(values, 2, fill, axis=0)[: values.shape[0]]
+
+    starts = jnp.insert(meta.query_start_loc, 3, meta.query_start_loc[2])[: meta.query_start_loc.shape[0]]
+    meta = replace(
+        meta,
+        seq_lens=with_empty_row(meta.seq_lens, 0),
+        block_tables=with_empty_row(meta.block_tables, 0),
+        query_start_loc=starts,
+        distribution=meta.distribution + jnp.asarray([1, 1, 1], jnp.int32),
+    )
+    out_with, cache_with = run(case, replace(batch, metadata=meta))
+    np.testing.assert_array_equal(out_with, out)
+    np.testing.assert_array_equal(cache_with, cache)
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"head_size": 320}, "head size 320"),
+        ({"group": 17}, "groups of 17"),
+        ({"block_size": 8}, "block size 8"),
+        ({"options": AttentionOptions(0.1, sliding_window=0)}, "sliding window 0"),
+    ],
+)
+def test_what_it_cannot_do_is_named_with_the_alternative(change, named):
+    able = {
+        "head_size": 64,
+        "group": 4,
+        "block_size": 16,
+        "dtype": "bfloat16",
+        "options": AttentionOptions(0.1),
+    }
+    assert supported(**able) is None
+    reason = supported(**{**able, **change})
+    assert named in reason
+    assert "BlockedBackend" in reason
+
+
+def test_float16_is_refused_when_traced():
+    case = Case(4, 2, 64, dtype="float16")
+    batch = make_batch(case, tuple(DECODE), seed=0)
+    with pytest.raises(ValueError, match="float16"):
+        run(case, batch)
 
 
 @pytest.mark.slow
