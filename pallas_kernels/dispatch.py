@@ -83,8 +83,16 @@ class BlockedBackend:
 
 
 def attention_backend(platform: str) -> AttentionBackend:
-    """The backend for ``cpu``, ``gpu`` or ``tpu``."""
-    del platform  # every platform takes the portable path until its kernels are here
+    """The backend for ``cpu``, ``gpu`` or ``tpu``.
+
+    Raises:
+        ValueError: a TPU that the kernels have no tile sizes for.
+    """
+    if platform == "tpu":
+        # Pallas' TPU half takes a while to import, and no other platform needs it.
+        from pallas_kernels.ragged_paged_attention.tpu import tpu_backend
+
+        return tpu_backend(jax.local_devices()[0])
     return BlockedBackend()
 
 

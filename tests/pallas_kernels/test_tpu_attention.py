@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from ragged_batches import RaggedBatch, ragged_batch
 from tpu_interpreter import COMPILER_OPTIONS, races_found, strict
 
-from pallas_kernels.dispatch import AttentionOptions
+from pallas_kernels.dispatch import AttentionOptions, attention_backend
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tiles
+from sharding import make_mesh
 
 pytestmark = pytest.mark.device
 
@@ -221,6 +224,31 @@ def test_float16_is_refused_when_traced():
     batch = make_batch(case, tuple(DECODE), seed=0)
     with pytest.raises(ValueError, match="float16"):
         run(case, batch)
+
+
+def test_dispatch_chooses_it_for_tpus(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="TPU v6 lite")])
+    assert attention_backend("tpu") == TpuAttentionBackend("v6e")
+    assert attention_backend("cpu").name == "blocked"
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="TPU v2")])
+    with pytest.raises(ValueError, match=r"TPU v2.*blocked"):
+        attention_backend("tpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices (virtual ones do)")
+def test_heads_split_over_a_mesh():
+    """Tensor parallelism: each device runs the kernels on its heads; the result is the same."""
+    case = replace(CASES["shared lanes"], sinks=True)
+    batch, mesh = make_batch(case, tuple(MIXED), seed=5), make_mesh(2)
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+    expected = run(case, batch, sinks)
+    backend = TpuAttentionBackend("v5e", mesh, interpret=strict(), tiles=case.tiles)
+    split = jax.jit(functools.partial(backend.update_and_attend, options=case.options))
+    got = split(batch.q, batch.k, batch.v, to_tpu_layout(batch.kv_cache), batch.metadata, sinks=sinks)
+    assert got[1].sharding.spec == PartitionSpec(None, None, "model")
+    np.testing.assert_array_equal(got[1], expected[1])
+    assert_close(got[0], expected[0], batch, 1e-6)
 
 
 @pytest.mark.slow
