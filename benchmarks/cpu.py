@@ -47,6 +47,8 @@ TARGETS = (
     ("single", "transformers", 1.8),
 )
 """(metric, peer, how many times as fast jaxserve is to be)."""
+QUIET_LOAD = 1.5
+"""Load average up to which figures count."""
 PEERS = {
     "llama.cpp": ("llama_cpp", "pip install llama-cpp-python"),
     "transformers": ("torch", "pip install torch --index-url https://download.pytorch.org/whl/cpu"),
@@ -399,7 +401,12 @@ def main() -> int:
     if arguments.quick:
         workload = Workload(arguments.model, 4, (4, 8), 4, 32, repetitions=1, vocab_size=300, budget=16)
         engines = arguments.engines or ["jaxserve"]
-    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load average {load:.1f} before")
+    if load > QUIET_LOAD and not arguments.quick:
+        print(
+            "This machine is busy: the ratios mean nothing (llama.cpp's threads wait in turns for each other)."
+        )
     results: dict[str, dict[str, list[float]]] = {}
     failed = False
     for engine in engines:
