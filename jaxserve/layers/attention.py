@@ -32,9 +32,9 @@ def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int
 class Attention(nnx.Module):
     """One layer's attention.
 
-    The weights are matrices, whose layout suits the products on every device. ``qkv`` is [M, K (G + 2) D]:
-    per KV head its G query heads, then its key, then its value, so that splitting the columns keeps each
-    group together. ``out`` is [H D, M].
+    The weights are matrices, whose layout suits the products on every device. ``qkv`` is [K (G + 2) D, M]:
+    per KV head its G query heads, then its key, then its value, so that splitting the rows keeps each
+    group together. ``out`` is [M, H D].
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Attention(nnx.Module):
     ) -> None:
         """``qk_norm_eps`` not None: each query and key head is normalised before its rotation."""
         group = num_heads // num_kv_heads
-        columns = num_kv_heads * (group + 2) * head_size
+        rows = num_kv_heads * (group + 2) * head_size
         self.heads_shape = (num_kv_heads, group + 2, head_size)
-        self.qkv = context.param((hidden_size, columns), ("embed", "kv_heads"))
-        self.qkv_bias = context.param((columns,), ("kv_heads",), scale=0.0) if qkv_bias else None
-        self.out = context.param((num_heads * head_size, hidden_size), ("heads", "embed"))
+        self.qkv = context.param((rows, hidden_size), ("kv_heads", "embed"))
+        self.qkv_bias = context.param((rows,), ("kv_heads",), scale=0.0) if qkv_bias else None
+        self.out = context.param((hidden_size, num_heads * head_size), ("embed", "heads"))
         self.out_bias = context.param((hidden_size,), ("embed",), scale=0.0) if out_bias else None
         # The query heads' weight G times, then the key's.
         norm_shape, norm_axes = (group + 1, head_size), (None, "head_dim")
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
             ([T, M], the updated cache).
         """
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv[...], "tm,mn->tn", value_of(self.qkv_bias))
+        qkv = linear(x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first)
         qkv = qkv.reshape(num_tokens, *self.heads_shape)
         qkv = self.context.constrain(qkv, ("tokens", "kv_heads", None, "head_dim"))
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
@@ -91,4 +91,5 @@ class Attention(nnx.Module):
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
         attended, kv_cache = self.context.backend.update_and_attend(q, k, v, kv_cache, metadata, self.options)
         attended = attended.reshape(num_tokens, -1)
-        return linear(attended, self.out[...], "th,hm->tm", value_of(self.out_bias)), kv_cache
+        out = linear(attended, self.out[...], value_of(self.out_bias), weight_first=self.context.weight_first)
+        return out, kv_cache

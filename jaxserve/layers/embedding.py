@@ -16,8 +16,8 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     return math.ceil(vocab_size / tensor_parallel_size) * tensor_parallel_size
 
 
-class Embedding(nnx.Module):
-    """[V, M] token vectors, and the logits over them where the model ties the two."""
+class LMHead(nnx.Module):
+    """[V, M] weights of the logits."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         rows = padded_vocab_size(vocab_size, context.tensor_parallel_size)
@@ -25,27 +25,16 @@ class Embedding(nnx.Module):
         self.vocab_size = vocab_size
         self.context = context
 
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, V] float32 scores of ``hidden`` [R, M]."""
+        scores = contract(hidden, self.weight[...], weight_first=self.context.weight_first)
+        return self.context.constrain(scores, ("tokens", "vocab"))[:, : self.vocab_size]
+
+
+class Embedding(LMHead):
+    """[V, M] token vectors, and the logits over them where the model ties the two."""
+
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Vectors [T, M] of ``token_ids`` [T] int32, which must lie in the vocabulary."""
         vectors = self.weight.at[token_ids].get(mode="clip")
         return self.context.constrain(vectors, ("tokens", "embed"))
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, V] float32 scores of ``hidden`` [R, M]."""
-        scores = contract(hidden, self.weight[...], "rm,vm->rv")
-        return self.context.constrain(scores, ("tokens", "vocab"))[:, : self.vocab_size]
-
-
-class LMHead(nnx.Module):
-    """[M, V] weights of the logits, of models that do not tie them to the embedding."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
-        columns = padded_vocab_size(vocab_size, context.tensor_parallel_size)
-        self.weight = context.param((hidden_size, columns), ("embed", "vocab"))
-        self.vocab_size = vocab_size
-        self.context = context
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, V] float32 scores of ``hidden`` [R, M]."""
-        scores = contract(hidden, self.weight[...], "rm,mv->rv")
-        return self.context.constrain(scores, ("tokens", "vocab"))[:, : self.vocab_size]

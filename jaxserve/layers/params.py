@@ -24,6 +24,7 @@ class LayerContext:
         tensor_parallel_size: devices over which heads, feed-forward and vocabulary are split.
         mesh: where the step runs; None leaves placement to the arrays.
         rules: logical to mesh axes.
+        weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
 
     dtype: np.dtype
@@ -31,6 +32,7 @@ class LayerContext:
     tensor_parallel_size: int = 1
     mesh: Mesh | None = None
     rules: ShardingRules = DEFAULT_RULES
+    weight_first: bool = False
 
     def param(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float = 0.02, mean: float = 0.0

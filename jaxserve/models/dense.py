@@ -117,11 +117,7 @@ def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size
         WeightSource("model.norm.weight", (hidden,), "final_norm", (hidden,)),
     ]
     if not config.tie_word_embeddings:
-        sources.append(
-            WeightSource(
-                "lm_head.weight", (vocab, hidden), "lm_head", (hidden, rows), (..., live), order=(1, 0)
-            )
-        )
+        sources.append(WeightSource("lm_head.weight", (vocab, hidden), "lm_head", (rows, hidden), (live,)))
     for layer in range(layers):
         name, target = f"model.layers.{layer}", f"layers.{layer}"
         sources += _attention_sources(config, stored_kv_heads, f"{name}.self_attn", f"{target}.attention")
@@ -145,21 +141,15 @@ def _attention_sources(
         config.head_size,
     )
     copies, group = stored_kv_heads // kv_heads, heads // stored_kv_heads
-    columns = (kv_heads, copies, group + 2, size)
+    rows = (kv_heads, copies, group + 2, size)
     slots = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, group + 2)}
     inputs = heads * size
-    sources = [
-        WeightSource(
-            f"{name}.o_proj.weight", (hidden, inputs), f"{target}.out", (inputs, hidden), order=(1, 0)
-        )
-    ]
+    sources = [WeightSource(f"{name}.o_proj.weight", (hidden, inputs), f"{target}.out", (hidden, inputs))]
     if config.out_bias:
         sources.append(WeightSource(f"{name}.o_proj.bias", (hidden,), f"{target}.out_bias", (hidden,)))
     for part, slot in slots.items():
         split = (kv_heads, copies, group, size) if part == "q" else (kv_heads, 1, 1, size)
-        sources += _columns(
-            f"{name}.{part}_proj", f"{target}.qkv", hidden, split, columns, slot, config.qkv_bias
-        )
+        sources += _rows(f"{name}.{part}_proj", f"{target}.qkv", hidden, split, rows, slot, config.qkv_bias)
         if config.qk_norm and part != "v":
             sources.append(
                 WeightSource(
@@ -170,49 +160,52 @@ def _attention_sources(
 
 
 def _mlp_sources(config: DecoderConfig, devices: int, name: str, target: str) -> list[WeightSource]:
-    """The feed-forward of a layer: per device its columns of gate, then those of up."""
+    """The feed-forward of a layer: per device its rows of gate, then those of up."""
     hidden, ffn = config.hidden_size, config.ffn_size
-    split, columns = (devices, 1, ffn // devices), (devices, 2, ffn // devices)
-    sources = [
-        WeightSource(f"{name}.down_proj.weight", (hidden, ffn), f"{target}.down", (ffn, hidden), order=(1, 0))
-    ]
+    split, rows = (devices, 1, ffn // devices), (devices, 2, ffn // devices)
+    sources = [WeightSource(f"{name}.down_proj.weight", (hidden, ffn), f"{target}.down", (hidden, ffn))]
     if config.mlp_bias:
         sources.append(WeightSource(f"{name}.down_proj.bias", (hidden,), f"{target}.down_bias", (hidden,)))
     for i, part in enumerate(("gate", "up")):
         slot = slice(i, i + 1)
-        sources += _columns(
-            f"{name}.{part}_proj", f"{target}.gate_up", hidden, split, columns, slot, config.mlp_bias
+        sources += _rows(
+            f"{name}.{part}_proj", f"{target}.gate_up", hidden, split, rows, slot, config.mlp_bias
         )
     return sources
 
 
-def _columns(
+def _rows(
     name: str,
     target: str,
     inputs: int,
     split: tuple[int, ...],
-    columns: tuple[int, ...],
+    rows: tuple[int, ...],
     slot: slice,
     bias: bool,
 ) -> list[WeightSource]:
-    """A product's weight (and bias) as some of the columns of a fused one.
+    """A product's weight (and bias) as some of the rows of a fused one.
 
     Args:
         name: of the product in the checkpoint, where its weight is [outputs, inputs].
-        target: the fused weight, [inputs, all columns]; its bias is named after it.
+        target: the fused weight, [all rows, inputs]; its bias is named after it.
         inputs: size of the contracted dimension.
         split: how the product's outputs divide, the last two being (heads or halves, elements).
-        columns: how the fused columns divide, likewise.
+        rows: how the fused rows divide, likewise.
         slot: the part of the last dimension but one that is this product's.
         bias: whether it has one.
     """
-    outputs, last = math.prod(split), len(split)
+    outputs = math.prod(split)
     index = (..., slot, slice(None))
-    order = (last, *range(last))
-    shape = (outputs, inputs)
     sources = [
-        WeightSource(f"{name}.weight", shape, target, (inputs, *columns), index, (*split, inputs), order)
+        WeightSource(
+            f"{name}.weight",
+            (outputs, inputs),
+            target,
+            (*rows, inputs),
+            (*index, slice(None)),
+            (*split, inputs),
+        )
     ]
     if bias:
-        sources.append(WeightSource(f"{name}.bias", (outputs,), f"{target}_bias", columns, index, split))
+        sources.append(WeightSource(f"{name}.bias", (outputs,), f"{target}_bias", rows, index, split))
     return sources

@@ -85,6 +85,7 @@ def build(
     *,
     mesh: Mesh | None = None,
     rules: ShardingRules = DEFAULT_RULES,
+    weight_first: bool = False,
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -96,6 +97,7 @@ def build(
         mesh: where the step will run; lets the model pin the sharding of intermediates. Needed when
             ``tensor_parallel_size`` > 1.
         rules: logical to mesh axes.
+        weight_first: multiply few tokens with the weight on the left: for CPUs.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -111,7 +113,7 @@ def build(
     if quantization:
         method = quantization.get("quant_method", "unnamed")
         raise UnsupportedModelError(f"quantized checkpoints (quant_method {method!r}) are not supported.")
-    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules)
+    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules, weight_first)
     module = find_family(config).create(config, context)
     graphdef, state = nnx.split(module)
     variables, treedef = jax.tree.flatten_with_path(state, is_leaf=_is_variable)

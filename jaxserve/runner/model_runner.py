@@ -72,7 +72,9 @@ class JaxModelRunner:
         hf_config = {**self.files.config, **config.model_config.hf_overrides}
         self.backend = attention_backend(self.platform)
         self.dtype = self._compute_dtype(hf_config)
-        self.model: Model = build(hf_config, self.backend, self.dtype)
+        self.model: Model = build(
+            hf_config, self.backend, self.dtype, weight_first=self.platform == "cpu"
+        )
         self._load_weights(self.files)
         self._size_and_compile()
         self._warm_up()

@@ -44,19 +44,27 @@ def test_rms_norm_of_large_low_precision_values() -> None:
 
 def test_products_accumulate_in_float32() -> None:
     x = jnp.full((1, 4096), 1.0, jnp.bfloat16)
-    weight = jnp.full((4096, 1), 1.0009766, jnp.bfloat16).at[0].set(0.25)
-    total = contract(x, weight, "tm,mf->tf")
+    weight = jnp.full((1, 4096), 1.0009766, jnp.bfloat16).at[0, 0].set(0.25)
+    total = contract(x, weight)
     assert total.dtype == jnp.float32
     np.testing.assert_allclose(total, 4095.25)
-    rounded = linear(x, weight, "tm,mf->tf")
+    rounded = linear(x, weight)
     assert rounded.dtype == jnp.bfloat16
     assert float(rounded[0, 0]) == 4096.0  # adding ones in bfloat16 would stop at 256
 
 
 def test_the_bias_is_added_before_rounding() -> None:
     x, weight = jnp.full((1, 1), 256, jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
-    found = linear(x, weight, "tm,mf->tf", jnp.full((1,), 3.0, jnp.bfloat16))
+    found = linear(x, weight, jnp.full((1,), 3.0, jnp.bfloat16))
     assert float(found[0, 0]) == 260.0  # 259 lies between the bfloat16 values 258 and 260
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 65])
+def test_the_order_of_operands_changes_nothing(num_tokens: int) -> None:
+    x = RANDOM.standard_normal((num_tokens, 32)).astype(np.float32)
+    weight = RANDOM.standard_normal((48, 32)).astype(np.float32)
+    found = jax.jit(lambda x, w: linear(x, w, weight_first=True))(x, weight)
+    np.testing.assert_allclose(found, x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab, size, rows", [(320, 1, 320), (319, 2, 320), (5, 4, 8), (8, 8, 8)])
@@ -73,7 +81,7 @@ def test_embedding_and_tied_logits_leave_padding_rows_out() -> None:
     logits = embedding.logits(jnp.asarray(hidden))
     assert logits.shape == (2, 10)
     np.testing.assert_allclose(logits, hidden @ table[:10].T, rtol=1e-4, atol=1e-5)
-    head = bound(LMHead(10, 6, context), weight=np.ascontiguousarray(table.T))
+    head = bound(LMHead(10, 6, context), weight=table)
     np.testing.assert_allclose(head.logits(jnp.asarray(hidden)), logits, rtol=1e-4, atol=1e-5)
 
 
@@ -90,7 +98,7 @@ def test_gated_mlp() -> None:
     gate_bias, up_bias = RANDOM.standard_normal((2, 10)).astype(np.float32)
     biases = {"gate_up_bias": np.concatenate([gate_bias, up_bias]), "down_bias": np.ones(6, np.float32)}
     mlp = GatedMLP(6, 10, CONTEXT, bias=True)
-    mlp = bound(mlp, gate_up=np.concatenate([gate, up], 1), down=down, **biases)
+    mlp = bound(mlp, gate_up=np.concatenate([gate, up], 1).T, down=down.T, **biases)
     gated = x @ gate + gate_bias
     expected = (gated / (1 + np.exp(-gated)) * (x @ up + up_bias)) @ down + 1.0
     np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
@@ -117,4 +125,4 @@ def test_float32_products_are_exact_enough() -> None:
     """On accelerators too: no TF32, no bfloat16 passes."""
     a, b = RANDOM.standard_normal((2, 64, 64)).astype(np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
-    np.testing.assert_allclose(jax.jit(lambda x, y: contract(x, y, "tm,mf->tf"))(a, b), exact, atol=2e-5)
+    np.testing.assert_allclose(jax.jit(lambda x, y: contract(x, y.T))(a, b), exact, atol=2e-5)
