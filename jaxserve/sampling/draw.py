@@ -39,6 +39,9 @@ from jaxserve.sampling.metadata import MAX_TOP, Feature, SamplingMetadata
 from jaxserve.sampling.random_bits import row_random_bits
 from jaxserve.sampling.top_tokens import ChunkedLogits, top_tokens
 
+MAX_DRAWS = 256
+"""A bound that chance does not reach: of n tokens, about log(n) draws find one in the smallest nucleus."""
+
 Branch = Callable[..., Any]
 """``branch(features, then, otherwise)``: ``then()`` where the step asks for any of the features."""
 
@@ -85,8 +88,8 @@ def draw_from_all(logits: ChunkedLogits, metadata: SamplingMetadata, bits: Bits,
         more_likely = branch(
             Feature.TOP_P, lambda: row.chunk_weights_above(weight), lambda: jnp.zeros_like(chunk_weights)
         )
-        rejected = state.drawing & tested & (sum_wide(more_likely) >= target)
         following = state.round + 1
+        rejected = state.drawing & tested & (sum_wide(more_likely) >= target) & (following < MAX_DRAWS)
         return _Draws(following, random_bits(metadata, following), rejected, token, more_likely, weight + 1)
 
     start = _Draws(jnp.int32(0), bits, drawing, jnp.zeros_like(metadata.top_k), chunk_weights, threshold)
@@ -155,8 +158,7 @@ class _Row:
         # Never beyond the chunk's largest: something in it is kept, or it would not have been drawn.
         threshold = jnp.minimum(threshold, weights[:, CHUNK])
         kept = (weights[:, :CHUNK] >= threshold[:, None]) & (exponentials[:, :CHUNK] > 0)
-        # Relative to the chunk's own maximum: the tokens of an unlikely chunk keep their full resolution.
-        exponentials = jnp.where(kept, exp_shifted(inside, largest[:, 0], self.temperature), 0.0)
+        exponentials = jnp.where(kept, exponentials[:, :CHUNK], 0.0)
         place = pick(to_weight(exponentials, weight_scale(sum_exact(exponentials))), bits[1])
         weight = jnp.take_along_axis(weights, place[:, None], axis=1, mode="clip")[:, 0]
         return chunk * CHUNK + place, weight

@@ -69,12 +69,28 @@ def top_tokens(logits: ChunkedLogits, k: int) -> tuple[jax.Array, jax.Array]:
     """
     num_rows, num_chunks, _ = logits.chunks.shape
     if 2 * k >= num_chunks:  # most chunks are wanted: nothing to win
-        values, ids = lax.top_k(without_nan(logits.chunks.reshape(num_rows, -1)), k)
-        return values, ids.astype(jnp.int32)
-    _, chosen = lax.top_k(logits.maxima, k)
-    chosen = jnp.sort(chosen.astype(jnp.int32), axis=-1)  # ascending, so that equal logits come by id
+        return _top_k(without_nan(logits.chunks.reshape(num_rows, -1)), k)
+    _, chosen = _top_k(logits.maxima, k)
+    chosen = jnp.sort(chosen, axis=-1)  # ascending, so that equal logits come by id
     inside = jnp.take_along_axis(logits.chunks, chosen[:, :, None], axis=1, mode="clip")
-    values, places = lax.top_k(without_nan(inside.reshape(num_rows, -1)), k)
-    places = places.astype(jnp.int32)
+    values, places = _top_k(without_nan(inside.reshape(num_rows, -1)), k)
     chunk = jnp.take_along_axis(chosen, places // CHUNK, axis=1, mode="clip")
     return values, chunk * CHUNK + places % CHUNK
+
+
+_TPU_TOP_K_SIZE = 16384
+
+
+def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """``lax.top_k`` of float32[R, N]."""
+
+    def directly(values: jax.Array) -> list[jax.Array]:
+        return list(lax.top_k(values, k))
+
+    def padded(values: jax.Array) -> list[jax.Array]:
+        # Smaller arrays are sorted whole there, by a program that takes ten seconds to compile.
+        padding = max(_TPU_TOP_K_SIZE - values.shape[1], 0)
+        return directly(jnp.pad(values, ((0, 0), (0, padding)), constant_values=-jnp.inf))
+
+    largest, ids = lax.platform_dependent(values, tpu=padded, default=directly)
+    return largest, jnp.minimum(ids.astype(jnp.int32), values.shape[1] - 1)

@@ -394,23 +394,14 @@ def test_programs_with_fewer_features_agree_with_the_whole(features, params):
     np.testing.assert_array_equal(part_state.history, expected.history)
 
 
-def lower(features):
+@pytest.mark.parametrize("features", [Feature.NONE, Feature.TOP_K, Feature.RANDOM])
+def test_programs_of_one_feature_have_no_branch_and_no_loop(features):
     packed, wanted = pack([GREEDY], size=2)
-    return run.lower(
-        np.zeros((2, V), np.float32), packed, wanted, SamplerState.create(S, V), features=features
-    )
-
-
-def test_the_greedy_program_has_no_branch():
-    # Before compilation it has one, over the platforms; its index is constant.
-    assert " conditional(" not in lower(Feature.NONE).compile().as_text()
-
-
-@pytest.mark.parametrize("features", [Feature.TOP_K, Feature.RANDOM])
-def test_random_programs_of_one_feature_have_no_branch_and_no_loop(features):
-    text = lower(features).as_text()
-    assert "stablehlo.case" not in text
-    assert "stablehlo.while" not in text
+    state = SamplerState.create(S, V)
+    compiled = run.lower(np.zeros((2, V), np.float32), packed, wanted, state, features=features).compile()
+    text = compiled.as_text()
+    assert " conditional(" not in text
+    assert " while(" not in text
 
 
 def test_the_state_is_updated_in_place():

@@ -29,6 +29,8 @@ def random_logits(rng, kind, size):
         return rng.normal(size=size).astype(np.float32)
     if kind == "ties":
         return rng.integers(0, 5, size).astype(np.float32)
+    if kind == "few":  # equal logits in chunks of different maxima
+        return rng.choice([0, 1, 2], size, p=[0.98, 0.015, 0.005]).astype(np.float32)
     logits = rng.normal(size=size).astype(np.float32)
     logits[rng.random(size) < 0.9] = -np.inf
     if kind == "broken":
@@ -36,7 +38,7 @@ def random_logits(rng, kind, size):
     return logits
 
 
-KINDS = st.lists(st.sampled_from(["normal", "ties", "sparse", "broken"]), min_size=3, max_size=3)
+KINDS = st.lists(st.sampled_from(["normal", "ties", "few", "sparse", "broken"]), min_size=3, max_size=3)
 
 
 @settings(max_examples=40, deadline=None)
