@@ -1,3 +1,1 @@
-"""Sampling on the device: metadata of a step, state between steps, processors, filters, the sampler,
-logprobs.
-"""
+"""Sampling on the device: what a step asks for, what is remembered between steps, and ``sample``."""

@@ -46,8 +46,7 @@ def exp_shifted(values: jax.Array, maximum: jax.Array, temperature: jax.Array | 
     """
     per_row = (-1,) + (1,) * (values.ndim - 1)
     maximum = maximum.reshape(per_row)
-    # Not the difference at the maximum (inf - inf is NaN), nor beyond it: a NaN in a row may have
-    # hidden the true one.
+    # No difference at the maximum (inf - inf is NaN), nor beyond it (a NaN may have hidden the true one).
     shifted = jnp.where(values >= maximum, 0.0, values - maximum)
     if temperature is not None:
         shifted = shifted * (1 / temperature).reshape(per_row)
@@ -112,9 +111,7 @@ def sum_exact(exponentials: jax.Array) -> jax.Array:
 
 
 def weight_scale(total: jax.Array) -> jax.Array:
-    """The weight of an exponential of 1, where a row's exponentials sum to ``total``: float32, 0 for a
-    total of 0.
-    """
+    """The weight of an exponential of 1 in a row whose exponentials sum to ``total``: float32[R]; 0 for 0."""
     return jnp.where(total > 0, _TOTAL / total, 0.0)
 
 

@@ -1,8 +1,7 @@
 """Logits processors: what changes a row's logits before one is chosen.
 
-Each is a function ``(logits float32[R, V], metadata, state) -> float32[R, V]`` that returns a row
-unchanged, bit for bit, where the row does not ask for it. ``PROCESSORS`` is their order, vLLM's: masks,
-logit_bias, penalties.
+Each is a function ``(logits float32[R, V], metadata, state) -> float32[R, V]`` that returns a row unchanged,
+bit for bit, where the row does not ask for it. ``PROCESSORS`` is their order: masks, logit_bias, penalties.
 """
 
 from __future__ import annotations

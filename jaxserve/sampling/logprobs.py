@@ -1,6 +1,4 @@
-"""Log probabilities of chosen and most likely tokens, from the raw logits: before any processing or
-temperature.
-"""
+"""Log probabilities of chosen and of most likely tokens, from the raw logits: before any processing."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ from jax import lax
 from jaxserve.sampling_params import SamplingParams
 
 MAX_TOP = 64
-"""Rows with a top-k of up to this are sampled from that many largest logits, without another pass over
-the row.
-"""
+"""Rows with a top-k of up to this are sampled from that many largest logits, without a pass of their own."""
 
 
 class Feature(enum.IntFlag):
@@ -70,13 +68,19 @@ COLUMNS: tuple[Column, ...] = (
     Column("min_p", np.float32, 0.0, lambda p: p.min_p),
     Column("presence_penalty", np.float32, 0.0, lambda p: p.presence_penalty),
     Column("frequency_penalty", np.float32, 0.0, lambda p: p.frequency_penalty),
-    Column("repetition_penalty", np.float32, 1.0, lambda p: p.repetition_penalty),
+    Column("repetition_penalty", np.float32, 1.0, lambda p: _in_float32(p.repetition_penalty)),
     Column("num_bias", np.int32, 0, lambda p: len(p.logit_bias or ())),
     Column("use_mask", np.int32, 0),
 )
 NUM_COLUMNS = len(COLUMNS)
 COLUMN: dict[str, int] = {column.name: index for index, column in enumerate(COLUMNS)}
 """Column name to its index in the table."""
+
+
+def _in_float32(value: float) -> float:
+    # A positive number must not become 0 or infinite: 0 / 0 and 0 * inf are NaN.
+    limits = np.finfo(np.float32)
+    return min(max(value, float(limits.tiny)), float(limits.max))
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -160,17 +164,16 @@ class SamplingMetadata:
     """
 
     packed: jax.Array
-    """int32[R, NUM_COLUMNS]: the gathered rows of the host's table. Read through the properties below;
-    columns are
-    cut out where they are used, so that a branch takes one operand."""
+    """int32[R, NUM_COLUMNS]: the gathered rows of the host's table, read through the properties below.
+
+    Columns are cut out where they are used: a branch takes one operand instead of fourteen.
+    """
     step_features: jax.Array
     """int32[]: the union of ``features``; work that no row asks for is skipped."""
 
     @classmethod
     def from_packed(cls, packed: jax.Array, step_features: jax.Array) -> SamplingMetadata:
-        """A step's gathered table (int32[R, NUM_COLUMNS]) and its ``step_features`` (int32[]), as the
-        host sent them.
-        """
+        """From what the host sent: a step's gathered table and its ``step_features``."""
         return cls(packed, step_features)
 
     def any(self, features: Feature) -> jax.Array:
@@ -187,9 +190,7 @@ class SamplingMetadata:
 
     @property
     def row_ids(self) -> jax.Array:
-        """int32[R]: the persistent row of each batch row; ``max_num_seqs`` for padding. Real ids are
-        unique.
-        """
+        """int32[R]: the persistent row of each batch row, unique; ``max_num_seqs`` for padding rows."""
         return self._column("row_ids")
 
     @property

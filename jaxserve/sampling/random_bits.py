@@ -1,6 +1,4 @@
-"""The random numbers behind a sampled token: functions of the request's seed and the token's position
-alone.
-"""
+"""The random numbers behind a sampled token: functions of the request's seed and the token's position."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""sample: one token per row from the step's logits, on the device, in one program for every mix of
-parameters.
+"""sample: one token per row from the step's logits, by one program for every mix of parameters.
 
-Work that no row asks for is skipped by ``lax.cond``, or left out of the program (``features``); what a
-row gets depends on its own logits and parameters alone.
+Work that no row asks for is skipped by ``lax.cond``, or left out of the program (``features``). What a row gets
+depends on its own logits, parameters, seed and position alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,17 +47,15 @@ def sample(
     """Choose one token per row, remember it, and score it.
 
     Args:
-        logits: float32[R, V], as the model gave them. Rows of padding may hold anything; a NaN
-            elsewhere spoils
-            its own row: its token is -1 or arbitrary.
+        logits: float32[R, V], as the model gave them. Rows of padding may hold anything; a NaN elsewhere
+            spoils its own row: its token is -1 or arbitrary.
         metadata: how to sample each row.
         state: donated by the caller's program.
         max_logprobs: static: most likely tokens listed per row, in [0, V].
         greedy_only: static: short for ``features=Feature.NONE``.
-        features: static: what this program can serve; a step goes to a program whose features include its own
-            (``step_features``). All by default: one program for everything. Where a branch costs a
-            round trip to
-            the host, compile further programs for a single feature: they hold no branch.
+        features: static: what this program can serve; a step goes to a program whose features include its
+            own (``step_features``). All by default: one program for everything. Where a branch costs a round
+            trip to the host, compile further programs for a single feature: they hold no branch.
 
     Returns:
         the output, and the state with ``last_token_ids`` (and the output's counts, where the program knows of
@@ -93,9 +90,7 @@ def _branch(
     otherwise: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """``then`` where the step asks for any of ``wanted``; decided while tracing if the program leaves
-    no choice.
-    """
+    """``then`` if the step asks for any of ``wanted``; decided while tracing where the program has no choice."""
     if not compiled & wanted:
         return otherwise(*operands)
     if not compiled & ~wanted:

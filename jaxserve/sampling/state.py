@@ -1,8 +1,7 @@
 """SamplerState: what sampling remembers on the device between steps, addressed by persistent request row.
 
-It is allocated once, donated to every step, and changed only by ``sample`` and by the functions here.
-All of them
-have fixed shapes: the runner compiles each once, before it serves. Out-of-range rows and ids are dropped.
+It is allocated once, donated to every step, and changed only by ``sample`` and by the functions here. All of
+them have fixed shapes: the runner compiles each once, before it serves. Out-of-range rows and ids are dropped.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class SamplerState:
     """int32[S, W]: bit v % 32 of word v // 32 is 1 where token v is allowed."""
     bias_ids: jax.Array
     bias_values: jax.Array
-    """int32 and float32 [S, MAX_LOGIT_BIAS]: logit_bias entries; the metadata's ``num_bias`` says how
-    many count.
-    """
+    """int32 and float32 [S, MAX_LOGIT_BIAS]: logit_bias entries, of which the first ``num_bias`` count."""
 
     @classmethod
     def create(cls, max_num_seqs: int, vocab_size: int) -> SamplerState:
@@ -84,9 +81,7 @@ def _drop_negative(indices: jax.Array, size: int) -> jax.Array:
 
 
 def reset_row(state: SamplerState, row: jax.Array) -> SamplerState:
-    """Forget row ``row``'s history: before ``add_history`` when a request with penalties enters.
-    ``row``: int32[].
-    """
+    """Forget a row's history: before ``add_history``, when a request with penalties enters. ``row``: int32[]."""
     row = _drop_negative(row, state.max_num_seqs)
     return replace(state, history=state.history.at[row].set(0, mode="drop"))
 
@@ -112,16 +107,23 @@ def add_history(
 
 
 def set_mask_rows(state: SamplerState, rows: jax.Array, bits: jax.Array) -> SamplerState:
-    """Replace token masks. ``rows``: int32[MASK_ROWS], padded with ``max_num_seqs``; ``bits``:
-    int32[MASK_ROWS, W].
+    """Replace token masks.
+
+    Args:
+        rows: int32[MASK_ROWS], padded with ``max_num_seqs``.
+        bits: int32[MASK_ROWS, W].
     """
     rows = _drop_negative(rows, state.max_num_seqs)
     return replace(state, token_mask=state.token_mask.at[rows].set(bits, mode="drop"))
 
 
 def set_bias_row(state: SamplerState, row: jax.Array, ids: jax.Array, values: jax.Array) -> SamplerState:
-    """Replace a row's bias table. ``ids``: int32[MAX_LOGIT_BIAS], padded with anything; ``values``:
-    float32 of it.
+    """Replace a row's bias table.
+
+    Args:
+        row: int32[].
+        ids: int32[MAX_LOGIT_BIAS], token ids, no two equal; padded with anything.
+        values: float32[MAX_LOGIT_BIAS].
     """
     row = _drop_negative(row, state.max_num_seqs)
     return replace(

@@ -37,10 +37,9 @@ class TokenMaskBuilder:
     tokens that end the request until ``min_tokens`` are out; the last token of a longer bad word
     whenever the output ends with the tokens before it.
 
-    If all this would leave no token, restrictions give way until one is left: bad words first, then
-    min_tokens.
-    allowed_token_ids never does: should none of them be in the vocabulary, the mask is all zeros, and
-    ``sample`` answers -1 for the row.
+    If all this would leave no token, restrictions give way until one is left: bad words first, then min_tokens.
+    allowed_token_ids never does: should none of them be in the vocabulary, the mask is all zeros, and ``sample``
+    answers -1 for the row.
     """
 
     def __init__(
@@ -106,9 +105,8 @@ class TokenMaskBuilder:
     def bits(self, num_output_tokens: int, output_token_ids: Sequence[int] = ()) -> np.ndarray | None:
         """The mask for the next token: int32[mask_words(V)], or None if every token is allowed.
 
-        The arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the
-        device has
-        nothing: ask, whatever ``needs_update`` says.
+        The arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the device
+        has nothing: ask, whatever ``needs_update`` says.
         """
         self._sent = early, endings = self._key(num_output_tokens, output_token_ids)
         stops = self._stops if early else []

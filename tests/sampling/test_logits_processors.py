@@ -103,6 +103,15 @@ def test_processing_matches_numpy(params, seed):
             np.testing.assert_array_equal(result[place], logits[place])
 
 
+@pytest.mark.parametrize("repetition", [1e-300, 1e-42, 1e30, 1e300])
+def test_extreme_repetition_penalties_give_no_nan(repetition):
+    table = make_table(S)
+    write_row(table, 0, SamplingParams(temperature=0, repetition_penalty=repetition), 0)
+    state = make_state(np.random.default_rng(0), [SamplingParams()], [None])
+    logits = np.tile(np.array([0.0, 1.0, -1.0, -np.inf, 1e-30], np.float32), (1, V // 5))
+    assert not np.isnan(process(logits, table[:1], int(step_features(table)), state)).any()
+
+
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
 def test_mask_bits_reach_their_tokens(size):
     rng = np.random.default_rng(size)
