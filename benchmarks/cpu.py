@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import random
 import socket
@@ -97,14 +98,19 @@ def measure(workload: Workload, generate: Generate) -> dict[str, list[float]]:
         single_first, single = _seconds(generate, prompts[:1], 1), _seconds(generate, prompts[:1], rest + 1)
         found = {
             "streams": len(prompts) * (rest + 1) / whole,
-            "decode": len(prompts) * rest / max(whole - first, 1e-9),
+            "decode": _rate(len(prompts) * rest, whole - first),
             "prefill": len(long_prompt) / _seconds(generate, [long_prompt], 1),
-            "single": rest / max(single - single_first, 1e-9),
+            "single": _rate(rest, single - single_first),
         }
         print(" ".join(f"{name} {value:.1f}" for name, value in found.items()), file=sys.stderr, flush=True)
         for metric, value in found.items():
             samples[metric].append(value)
     return samples
+
+
+def _rate(num_tokens: int, seconds: float) -> float:
+    """NaN where noise made the longer run the quicker one."""
+    return num_tokens / seconds if seconds > 0 else math.nan
 
 
 def _seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:

@@ -47,8 +47,9 @@ def test_cpu_quick(tiny_model):
     assert output.splitlines()[-2].split() == ["streams", "decode", "prefill", "single"]
     engine, *cells = re.sub(r"\(.*?\)", "", output.splitlines()[-1]).split()
     assert engine == "jaxserve"
-    assert len(cells) == 4
-    assert all(float(cell) > 0 for cell in cells)
+    streams, _, prefill, _ = map(float, cells)  # the others are differences, and noise may be all of them
+    assert streams > 0
+    assert prefill > 0
 
 
 def test_startup_says_how_to_be_called():
