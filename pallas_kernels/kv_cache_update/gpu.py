@@ -1,0 +1,90 @@
+"""The cache write for Hopper (Mosaic GPU): each new token's keys and values to their slot, in place.
+
+Tokens go through shared memory in batches of ``BATCH``; a token's [K, D] keys leave as one strided copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+BATCH = 8
+"""Tokens moved at a time by one CTA."""
+
+STAGES = 2
+
+
+def kv_cache_update(
+    kv_cache: Any, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, live_tokens: jax.Array, *, num_sms: int,
+    interpret: Any = None,
+) -> None:
+    """Write ``k`` and ``v`` into the cache.
+
+    Args:
+        kv_cache: reference to [2, num_blocks, K, block_size, D], changed in place.
+        k, v: [T, K, D] in the cache's type.
+        slot_mapping: [T] int32 flat slots; out of range drops the write.
+        live_tokens: [1] int32; tokens from there on are padding and are not looked at.
+    """  # fmt: skip
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    num_tokens, num_kv_heads, head_size = k.shape
+    num_blocks, block_size = kv_cache.shape[1], kv_cache.shape[3]
+    batch = min(BATCH, num_tokens)
+    num_ctas = min(2 * num_sms, pl.cdiv(num_tokens, batch))
+
+    def paged_update(k, v, slot_mapping, live_tokens, cache, *, new_s, full):
+        cta = lax.axis_index("cta")
+        live = live_tokens[0]
+        turns = pl.cdiv(jnp.maximum(live - cta * batch, 0), num_ctas * batch)
+
+        def first_token(turn):
+            # The last batch begins early rather than end past the array: some tokens are then written twice.
+            return jnp.minimum((cta + turn * num_ctas) * batch, num_tokens - batch)
+
+        def load(turn):
+            stage = lax.rem(turn, STAGES)
+            tokens = pl.ds(first_token(turn), batch)
+            plgpu.copy_gmem_to_smem(k.at[tokens], new_s.at[stage, 0], full.at[stage])
+            plgpu.copy_gmem_to_smem(v.at[tokens], new_s.at[stage, 1], full.at[stage])
+
+        pl.when(turns > 0)(lambda: load(jnp.int32(0)))
+
+        def one_turn(turn, _):
+            stage = lax.rem(turn, STAGES)
+
+            @pl.when(turn + 1 < turns)
+            def _next():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load(turn + 1)
+
+            plgpu.barrier_wait(full.at[stage])
+            for i in range(batch):
+                token = first_token(turn) + i
+                slot = slot_mapping[token]
+
+                @pl.when((token < live) & (slot >= 0) & (slot < num_blocks * block_size))
+                def _write(i=i, slot=slot):
+                    block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
+                    for half in range(2):
+                        plgpu.copy_smem_to_gmem(new_s.at[stage, half, i], cache.at[half, block, :, offset])
+
+        lax.fori_loop(0, turns, one_turn, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
+        paged_update,
+        out_type=(),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        scratch_types=dict(
+            new_s=plgpu.SMEM((STAGES, 2, batch, num_kv_heads, head_size), k.dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ),
+        kernel_name="paged_update",
+        interpret=interpret,
+    )(k, v, slot_mapping, live_tokens, kv_cache)
