@@ -6,6 +6,7 @@ its end means that the front process is gone, and then this one goes too.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -70,6 +71,9 @@ class CoreProcess:
             logger.exception("The engine could not start")
             self._send(StartFailed("", f"{type(error).__name__}: {error}"))
             return 1
+        # What lives now lives to the end; collections that walk it all stop a step for a tenth of a second.
+        gc.collect()
+        gc.freeze()
         threading.Thread(target=self._read, daemon=True).start()
         self._send(Ready(core.info))
         try:

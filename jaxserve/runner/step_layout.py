@@ -5,11 +5,10 @@ The host writes through numpy views, the jitted step reads the same fields with 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from jaxserve.runner.buckets import Bucket
 from jaxserve.sampling.metadata import NUM_COLUMNS
@@ -60,17 +59,22 @@ class StepLayout:
         offset = 0
         for name, shape in shapes.items():
             fields[name] = (offset, shape)
-            offset += int(np.prod(shape))
+            offset += math.prod(shape)
         return fields
 
     @cached_property
     def size(self) -> int:
         """Elements of the buffer."""
-        return max(offset + int(np.prod(shape)) for offset, shape in self.fields.values())
+        return max(stop for _, _, stop, _ in self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
+        """(name, start, stop, shape) of each field: worked out once, used in every step."""
+        return tuple((name, at, at + math.prod(shape), shape) for name, (at, shape) in self.fields.items())
 
     def split(self, buffer: Any) -> dict[str, Any]:
         """Views (numpy) or static slices (traced arrays) of the fields."""
         return {
-            name: buffer[offset : offset + int(np.prod(shape))].reshape(shape)
-            for name, (offset, shape) in self.fields.items()
+            name: buffer[start:stop] if len(shape) == 1 else buffer[start:stop].reshape(shape)
+            for name, start, stop, shape in self._parts
         }
