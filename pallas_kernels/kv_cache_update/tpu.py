@@ -56,11 +56,16 @@ def kv_cache_update(
     return pl.pallas_call(
         functools.partial(_kernel, block=block, most=(tiles.shape[0] - 1) // 3),
         grid_spec=spec,
-        out_shape=jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype),
+        out_shape=pltpu.HBM(kv_cache.shape, kv_cache.dtype),
         input_output_aliases={2: 0},
         name="kv_cache_update",
         interpret=interpret,
-    )(tiles, tokens, kv_cache)
+    )(tiles, in_hbm(tokens, interpret), kv_cache)
+
+
+def in_hbm(operand: jax.Array, interpret: Any) -> jax.Array:
+    """Pin an operand to HBM: a BlockSpec tells the kernel where it is, but does not keep XLA from choosing VMEM."""
+    return operand if interpret else pltpu.with_memory_space_constraint(operand, pltpu.HBM)
 
 
 def write_tiles(slot_mapping: jax.Array, num_slots: int, num_rows: int) -> jax.Array:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_cache_update.tpu import in_hbm
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 from pallas_kernels.ragged_paged_attention.tpu_tuning import LANES, Tiles
 from pallas_kernels.ragged_paged_attention.tpu_work import COUNT, POSITION, ROW, TOKEN, num_items
@@ -130,7 +131,7 @@ def attend(
     return pl.pallas_call(
         kernel,
         grid_spec=spec,
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        out_shape=pltpu.HBM(out.shape, out.dtype),
         input_output_aliases={6: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if sizes.cores > 1 else "arbitrary",),
@@ -138,7 +139,7 @@ def attend(
         ),
         name="ragged_paged_attention",
         interpret=interpret,
-    )(decodes, tiles, tables.reshape(-1), q, kv_cache, sinks, out)
+    )(decodes, tiles, tables.reshape(-1), in_hbm(q, interpret), in_hbm(kv_cache, interpret), sinks, out)
 
 
 def _kernel(

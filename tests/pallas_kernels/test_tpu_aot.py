@@ -47,6 +47,7 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
 }
 DECODE = Bucket(num_tokens=64, num_rows=64)
+CHUNK = Bucket(num_tokens=256, num_rows=64)
 PREFILL = Bucket(num_tokens=2048, num_rows=64)
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN = 4096, 16, 64, 8192
 
@@ -89,6 +90,11 @@ def assert_cache_not_copied(
     size = caches * math.prod(local_shape) * jnp.dtype(dtype).itemsize
     assert compiled.memory_analysis().alias_size_in_bytes >= size
     assert text.count("must-alias") + text.count("may-alias") >= caches
+    kernels = re.findall(r"= (\S+) custom-call\([^\n]*tpu_custom_call", text)
+    assert len(kernels) >= 2 * caches
+    assert not [result for result in kernels if "S(1)" in result], (
+        "XLA put into VMEM what the kernels expect in HBM"
+    )
 
 
 def compile_kernels(
@@ -194,7 +200,7 @@ def compile_step(generation: str, bucket: Bucket, num_layers: int, greedy_only: 
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("bucket", [DECODE, CHUNK], ids=["decode", "prefill"])
 def test_step_of_two_layers(generation, bucket):
     compile_step(generation, bucket, 2)
 
