@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 
@@ -30,6 +32,19 @@ class AttentionBackend(Protocol):
         """The axis of the cache that holds KV heads, which tensor parallelism splits."""
         ...
 
+    def prepare(
+        self,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+    ) -> Any:
+        """What a step's layers with these options share, worked out once: ``update_and_attend``'s ``plan``."""
+        ...
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -39,6 +54,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
+        plan: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Write the new keys and values, then attend.
 
@@ -48,6 +64,7 @@ class AttentionBackend(Protocol):
             metadata: the step's batch, rows ordered decode first.
             options: scale, window, soft cap.
             sinks: [H] extra logits of the softmax's denominator.
+            plan: of ``prepare``, with the same options; None works it out for this layer alone.
 
         Returns:
             ([T, H, D] in q's type, the updated cache). Padding tokens write nothing; their output is finite.
@@ -68,6 +85,9 @@ class BlockedBackend:
     def kv_head_axis(self) -> int:
         return 2
 
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+        return None
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -77,23 +97,74 @@ class BlockedBackend:
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
+        plan: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         kv_cache = scatter_update(kv_cache, k, v, metadata.slot_mapping)
         return blocked_attention(q, kv_cache, metadata, options, sinks), kv_cache
 
 
-def attention_backend(platform: str) -> AttentionBackend:
-    """The backend for ``cpu``, ``gpu`` or ``tpu``.
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What a model asks of its attention, on one device."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: Any
+    kv_dtype: Any
+
+
+def attention_backend(
+    platform: str, sizes: AttentionSizes, layer_options: Collection[AttentionOptions]
+) -> tuple[AttentionBackend, str | None]:
+    """The backend for ``cpu``, ``gpu`` or ``tpu``, and why it is not the device's own kernels (None: it is).
 
     Raises:
         ValueError: a TPU that the kernels have no tile sizes for.
     """
+    group = sizes.num_heads // sizes.num_kv_heads
+    if platform == "cpu":
+        return BlockedBackend(), None
     if platform == "tpu":
-        # Pallas' TPU half takes a while to import, and no other platform needs it.
-        from pallas_kernels.ragged_paged_attention.tpu import tpu_backend
+        # Pallas' TPU and GPU halves take a while to import, and no other platform needs them.
+        from pallas_kernels.ragged_paged_attention.tpu import supported, tpu_backend
 
-        return tpu_backend(jax.local_devices()[0])
-    return BlockedBackend()
+        reasons = [
+            supported(sizes.head_size, group, sizes.block_size, sizes.kv_dtype, o) for o in layer_options
+        ]
+        why_not = next(filter(None, reasons), None)
+        return (BlockedBackend(), why_not) if why_not else (tpu_backend(jax.local_devices()[0]), None)
+    why_not = _hopper_why_not(sizes, group, layer_options)
+    if why_not is not None:
+        return BlockedBackend(), why_not
+    from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+
+    return GpuBackend(), None
 
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionOptions", "BlockedBackend", "attention_backend"]
+def _hopper_why_not(
+    sizes: AttentionSizes, group: int, layer_options: Collection[AttentionOptions]
+) -> str | None:
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return f"the Hopper kernels need jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
+    from pallas_kernels.ragged_paged_attention.gpu import device_why_not, supported
+
+    if (why_not := device_why_not(jax.local_devices()[0])) is not None:
+        return why_not
+    reasons = [
+        supported(sizes.head_size, group, sizes.block_size, sizes.dtype, options, sizes.kv_dtype)
+        for options in layer_options
+    ]
+    return next(filter(None, reasons), None)
+
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionOptions",
+    "AttentionSizes",
+    "BlockedBackend",
+    "attention_backend",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -67,7 +69,12 @@ class Attention(nnx.Module):
         self.context = context
 
     def __call__(
-        self, x: jax.Array, rope: RopeAngles, kv_cache: jax.Array, metadata: AttentionMetadata
+        self,
+        x: jax.Array,
+        rope: RopeAngles,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        plan: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend.
 
@@ -76,6 +83,7 @@ class Attention(nnx.Module):
             rope: the step's angles.
             kv_cache: this layer's cache.
             metadata: the step's batch.
+            plan: the backend's, for this step and these options.
 
         Returns:
             ([T, M], the updated cache).
@@ -89,7 +97,9 @@ class Attention(nnx.Module):
             qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
-        attended, kv_cache = self.context.backend.update_and_attend(q, k, v, kv_cache, metadata, self.options)
+        attended, kv_cache = self.context.backend.update_and_attend(
+            q, k, v, kv_cache, metadata, self.options, plan=plan
+        )
         attended = attended.reshape(num_tokens, -1)
         out = linear(attended, self.out[...], value_of(self.out_bias), weight_first=self.context.weight_first)
         return out, kv_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,16 +101,32 @@ class Decoder(nnx.Module):
         """One step over T tokens: ([T, M] hidden states after the final norm, the updated caches)."""
         rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.head_size))
         hidden = self.embedding(token_ids)
+        plans = self._plans(token_ids.shape[0], metadata)
         new_caches: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 normal = self.attention_norm(hidden, i)
-                attended, kv_cache = layer.attention(normal, rope, kv_caches[i], metadata)
+                attended, kv_cache = layer.attention(
+                    normal, rope, kv_caches[i], metadata, plans[layer.attention.options]
+                )
                 hidden = hidden + attended
                 hidden = hidden + layer.mlp(self.mlp_norm(hidden, i))
                 hidden = self.context.constrain(hidden, ("tokens", "embed"))
             new_caches.append(kv_cache)
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches
+
+    def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:
+        """The backend's plan of this step, once for all layers with equal options."""
+        heads = self.config.num_heads // self.context.tensor_parallel_size
+        kv_heads = self.num_kv_heads // self.context.tensor_parallel_size
+        sizes = {
+            "num_tokens": num_tokens,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": self.config.head_size,
+        }
+        options = dict.fromkeys(layer.attention.options for layer in self.layers)
+        return {each: self.context.backend.prepare(metadata, each, **sizes) for each in options}
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, V] float32 scores of hidden states [R, M]."""

@@ -101,6 +101,8 @@ class DenseCausalLM(Decoder):
         super().__init__(config, context)
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
+        self.num_heads = config.num_heads
+        self.attention_options = frozenset(layer.attention.options for layer in self.layers)
 
     def weight_map(self) -> list[WeightSource]:
         """Every tensor of the checkpoint, by Hugging Face name."""

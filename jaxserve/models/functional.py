@@ -18,7 +18,7 @@ from jaxserve.layers.params import LayerContext
 from jaxserve.models.interface import CausalLM
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
-from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata
+from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 Params = dict[str, jax.Array]
@@ -34,12 +34,16 @@ class Model:
         weight_map: where each checkpoint tensor goes.
         vocab_size: V, width of the logits.
         max_position_embeddings: longest context the model was made for.
+        num_heads: H, over all devices.
+        attention_options: those of its layers, each once.
     """
 
     specs: dict[str, ParamSpec]
     weight_map: tuple[WeightSource, ...]
     vocab_size: int
     max_position_embeddings: int
+    num_heads: int
+    attention_options: frozenset[AttentionOptions]
     _module: CausalLM = field(repr=False)
     _graphdef: Any = field(repr=False)
     _treedef: Any = field(repr=False)
@@ -121,9 +125,17 @@ def build(
     leaves_treedef = jax.tree.structure(state)
     assert leaves_treedef.num_leaves == len(specs) == treedef.num_leaves
     return Model(
-        specs, tuple(module.weight_map()), module.vocab_size, module.max_position_embeddings,
-        module, graphdef, leaves_treedef, rules,
-    )  # fmt: skip
+        specs=specs,
+        weight_map=tuple(module.weight_map()),
+        vocab_size=module.vocab_size,
+        max_position_embeddings=module.max_position_embeddings,
+        num_heads=module.num_heads,
+        attention_options=module.attention_options,
+        _module=module,
+        _graphdef=graphdef,
+        _treedef=leaves_treedef,
+        _rules=rules,
+    )
 
 
 def _is_variable(node: object) -> bool:

@@ -10,7 +10,7 @@ import jax
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.params import LayerContext
 from jaxserve.weights.weight_map import WeightSource
-from pallas_kernels.dispatch import AttentionMetadata
+from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 
 
 @runtime_checkable
@@ -21,6 +21,10 @@ class CausalLM(Protocol):
     """V: width of the logits."""
     max_position_embeddings: int
     """Longest context the model was made for, in tokens."""
+    num_heads: int
+    """H, over all devices."""
+    attention_options: frozenset[AttentionOptions]
+    """Those of its layers, each once: what a backend must be able to do."""
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from jaxserve.config import CacheConfig
 from jaxserve.errors import OutOfMemoryError
 from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
+from pallas_kernels.dispatch import AttentionBackend
 
 MIB = 1 << 20
 PROGRAM_RESERVE = 256 * MIB
@@ -41,9 +43,10 @@ def single_group(specs: list[KVCacheSpec]) -> KVCacheGroup:
     return KVCacheGroup(tuple(range(len(specs))), spec)
 
 
-def bytes_per_block(specs: list[KVCacheSpec], block_size: int) -> int:
-    """Bytes one block takes over all layers."""
-    return sum(spec.bytes_per_block(block_size) for spec in specs)
+def bytes_per_block(specs: list[KVCacheSpec], block_size: int, backend: AttentionBackend) -> int:
+    """Bytes one block takes over all layers, in the backend's layout (which may pad heads)."""
+    shapes = (backend.kv_cache_shape(1, block_size, spec.num_kv_heads, spec.head_size) for spec in specs)
+    return sum(math.prod(shape) * spec.dtype_bytes for shape, spec in zip(shapes, specs, strict=True))
 
 
 def device_budget(device: jax.Device, share: float, program_temporaries: int) -> MemoryBudget | None:

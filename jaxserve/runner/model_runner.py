@@ -20,14 +20,14 @@ from jaxserve.runner.compilation import CompilationCounter, use_persistent_cache
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
-from jaxserve.runner.programs import ProgramShapes, StepPrograms, StepVariant
+from jaxserve.runner.programs import ProgramShapes, StepPrograms, StepVariant, step_variants
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.sampling.metadata import Feature, set_masked
 from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
 from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
-from pallas_kernels.dispatch import attention_backend
+from pallas_kernels.dispatch import AttentionSizes, BlockedBackend, attention_backend
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,12 @@ class JaxModelRunner:
             weights=config.model_config.load_format != "dummy",
         )
         hf_config = {**self.files.config, **config.model_config.hf_overrides}
-        self.backend = attention_backend(self.platform)
         self.dtype = self._compute_dtype(hf_config)
-        self.model: Model = build(
-            hf_config, self.backend, self.dtype, weight_first=self.platform == "cpu"
-        )
+        cache_dtype = config.cache_config.kv_cache_dtype
+        self.cache_dtype = self.dtype if cache_dtype == "auto" else jnp.dtype(cache_dtype)
+        assert config.cache_config.block_size is not None
+        self.block_size = config.cache_config.block_size
+        self.model: Model = self._build_model(hf_config)
         self._load_weights(self.files)
         self._size_and_compile()
         self._warm_up()
@@ -88,6 +89,25 @@ class JaxModelRunner:
                 return jnp.dtype("float32")  # XLA's bfloat16 products are several times slower on CPUs
             name = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
         return jnp.dtype(name)
+
+    def _build_model(self, hf_config: dict[str, Any]) -> Model:
+        """The model on the best attention backend that can serve it; which one that is depends on its heads."""
+        portable = build(hf_config, BlockedBackend(), self.dtype, weight_first=self.platform == "cpu")
+        self.specs = portable.kv_cache_specs(self.cache_dtype.name)
+        sizes = AttentionSizes(
+            num_heads=portable.num_heads,
+            num_kv_heads=self.specs[0].num_kv_heads,
+            head_size=self.specs[0].head_size,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.cache_dtype,
+        )
+        self.backend, why_not = attention_backend(self.platform, sizes, portable.attention_options)
+        if why_not is not None:
+            logger.warning("Attention takes the portable path, which is slower: %s", why_not)
+        if isinstance(self.backend, BlockedBackend):
+            return portable
+        return build(hf_config, self.backend, self.dtype)
 
     def _load_weights(self, files: ModelFiles) -> None:
         started = time.monotonic()
@@ -124,23 +144,19 @@ class JaxModelRunner:
         config, scheduler = self.config, self.config.scheduler_config
         assert scheduler.max_num_seqs is not None
         assert scheduler.max_num_batched_tokens is not None
-        assert config.cache_config.block_size is not None
-        self.max_num_seqs, self.block_size = scheduler.max_num_seqs, config.cache_config.block_size
+        self.max_num_seqs = scheduler.max_num_seqs
         self.builder = BatchBuilder(
             BucketTable.build(scheduler.max_num_batched_tokens, self.max_num_seqs),
             self.block_size,
             self.max_num_seqs,
         )
-        cache_dtype = config.cache_config.kv_cache_dtype
-        self.cache_dtype = self.dtype if cache_dtype == "auto" else jnp.dtype(cache_dtype)
-        self.specs = self.model.kv_cache_specs(self.cache_dtype.name)
         num_blocks = self._num_blocks(0)
         if (
             config.cache_config.num_gpu_blocks_override is None
             and config.cache_config.kv_cache_memory_bytes is None
         ):
             programs = self._programs(num_blocks)
-            largest = StepVariant(self.builder.table.buckets[-1], False)
+            largest = StepVariant(self.builder.table.buckets[-1])
             analysis = programs.lower_step(largest).compile().memory_analysis()
             temporaries = (
                 analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -174,7 +190,7 @@ class JaxModelRunner:
         if budget is not None:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
             budget = replace(budget, in_use=budget.in_use + state)
-        block_bytes = bytes_per_block(self.specs, self.block_size)
+        block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
         num_blocks = choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted)
         if wanted is None:
             wanted = min(longest, (num_blocks - 1) * self.block_size)
@@ -199,8 +215,7 @@ class JaxModelRunner:
             ),
             kv_cache_dtype=self.cache_dtype,
         )
-        # A branch costs an accelerator a round trip to the host or a copy: there, greedy steps have their own program.
-        variants = (False,) if self.platform == "cpu" else (False, True)
+        variants = step_variants(self.builder.table, specialise=self.platform != "cpu")
         return StepPrograms(self.model, self.builder, shapes, self.params, variants)
 
     def _warm_up(self) -> None:
@@ -230,7 +245,7 @@ class JaxModelRunner:
         self.batch = InputBatch(self.max_num_seqs, self.model.vocab_size)
         self._note("warm-up", started)
         tokens = (self.num_blocks - 1) * self.block_size
-        cache_bytes = self.num_blocks * bytes_per_block(self.specs, self.block_size)
+        cache_bytes = self.num_blocks * bytes_per_block(self.specs, self.block_size, self.backend)
         logger.info(
             "KV cache: %s tokens in %d blocks of %d (%.0f MiB), %.1f requests of %s tokens",
             f"{tokens:,}", self.num_blocks - 1, self.block_size, cache_bytes / (1 << 20),
@@ -262,8 +277,11 @@ class JaxModelRunner:
             self._update_masks(scheduler_output)
         step = self.builder.build(batch, scheduler_output)
         self._patch(step.early_patches)
-        greedy_only = len(self.programs.variants) > 1 and step.features == Feature.NONE
-        program = self.programs.compiled[StepVariant(step.bucket, greedy_only)]
+        program = self.programs.choose(
+            step.bucket,
+            greedy=step.features == Feature.NONE,
+            decode_only=scheduler_output.num_decode_rows == len(step.request_ids),
+        )
         output, self.state = program(self.params, self.state, self._put(step.buffer))
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
-from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import compile_all
 from jaxserve.runner.step_program import (
     PATCH_CHUNK,
@@ -57,10 +57,33 @@ class ProgramShapes:
 
 @dataclass(frozen=True)
 class StepVariant:
-    """One step program: a bucket, with the whole sampler or the argmax alone."""
+    """One step program: a bucket, with all that a step may hold or without what it need not.
+
+    Args:
+        bucket: its shape.
+        greedy_only: the argmax alone instead of the whole sampler.
+        decode_only: rows of one token alone.
+    """
 
     bucket: Bucket
-    greedy_only: bool
+    greedy_only: bool = False
+    decode_only: bool = False
+
+
+def step_variants(table: BucketTable, specialise: bool) -> list[StepVariant]:
+    """Every step program, the largest first: they compile longest.
+
+    Args:
+        table: the buckets.
+        specialise: compile steps that only decode on their own, with the whole sampler and with the argmax alone.
+            Accelerators gain from it: a branch costs them a round trip to the host. On CPUs one program serves all.
+    """
+    variants: list[StepVariant] = []
+    for bucket in reversed(table.buckets):
+        if specialise and bucket.num_tokens == bucket.num_rows:
+            variants += [StepVariant(bucket, greedy_only, decode_only=True) for greedy_only in (False, True)]
+        variants.append(StepVariant(bucket))
+    return variants
 
 
 class StepPrograms:
@@ -79,7 +102,7 @@ class StepPrograms:
         builder: BatchBuilder,
         shapes: ProgramShapes,
         params: Any,
-        variants: tuple[bool, ...],
+        variants: list[StepVariant],
     ) -> None:
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants = variants
@@ -92,7 +115,7 @@ class StepPrograms:
         layout = self.builder.layouts[variant.bucket]
         step = partial(
             run_step, model=self.model, layout=layout, num_slots=self.shapes.num_blocks * self.shapes.block_size,
-            max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only,
+            max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only, decode_only=variant.decode_only,
         )  # fmt: skip
         jitted = jax.jit(step, donate_argnums=(1,))
         lowered = jitted.lower(
@@ -138,14 +161,23 @@ class StepPrograms:
         states = Abstract((SCORE_CHUNK, hidden.shape[1]), hidden.dtype)
         return jax.jit(score).lower(self._params, states, Abstract((SCORE_CHUNK,), jnp.int32))
 
+    def choose(self, bucket: Bucket, *, greedy: bool, decode_only: bool) -> Any:
+        """The most special program that can run a step."""
+        for variant in (
+            StepVariant(bucket, greedy, True),
+            StepVariant(bucket, False, True),
+            StepVariant(bucket),
+        ):
+            fits = (decode_only or not variant.decode_only) and (greedy or not variant.greedy_only)
+            if fits and variant in self.compiled:
+                return self.compiled[variant]
+        raise KeyError(f"No program was compiled for {bucket}.")
+
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything in the table."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        # The largest first: they compile longest.
-        for bucket in reversed(self.builder.table.buckets):
-            for greedy_only in self.variants:
-                variant = StepVariant(bucket, greedy_only)
-                lowerings[variant] = partial(self.lower_step, variant)
+        for variant in self.variants:
+            lowerings[variant] = partial(self.lower_step, variant)
         for bucket in self.builder.table.buckets:
             lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
         lowerings["score"] = self._lower_score

@@ -48,7 +48,9 @@ def set_block_tables(tables: jax.Array, rows: jax.Array, columns: jax.Array, blo
     return tables.at[rows, columns].set(blocks, mode="drop")
 
 
-def attention_metadata(fields: dict[str, jax.Array], tables: jax.Array, layout: StepLayout, num_slots: int):
+def attention_metadata(
+    fields: dict[str, jax.Array], tables: jax.Array, layout: StepLayout, num_slots: int, decode_only: bool
+) -> AttentionMetadata:
     """Per-token and per-row index arrays from the few numbers the host sends."""
     num_tokens, num_rows = layout.bucket.num_tokens, layout.bucket.num_rows
     starts = fields["query_start_loc"]
@@ -69,6 +71,7 @@ def attention_metadata(fields: dict[str, jax.Array], tables: jax.Array, layout: 
         slot_mapping=jnp.where(live, slots, num_slots),
         positions=positions,
         row_ids=row_ids,
+        decode_only=decode_only,
     )
 
 
@@ -82,6 +85,7 @@ def run_step(
     num_slots: int,
     max_logprobs: int,
     greedy_only: bool,
+    decode_only: bool = False,
 ) -> tuple[StepOutput, DeviceState]:
     """One whole step: embed, layers, logits of each row's last token, sampling.
 
@@ -92,12 +96,13 @@ def run_step(
         num_slots: slots of the cache (num_blocks * block_size): the first out-of-range one.
         max_logprobs: most likely tokens listed a row.
         greedy_only: compile the argmax alone.
+        decode_only: compile for rows of one token alone.
     """
     fields = layout.split(buffer)
     tables = set_block_tables(
         state.block_tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"]
     )
-    metadata = attention_metadata(fields, tables, layout, num_slots)
+    metadata = attention_metadata(fields, tables, layout, num_slots, decode_only)
     last_sampled = state.sampler.last_token_ids[fields["row_index"][metadata.row_ids]]
     token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
     hidden, kv_caches = model.forward(params, token_ids, metadata.positions, state.kv_caches, metadata)

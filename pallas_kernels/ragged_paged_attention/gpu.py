@@ -132,7 +132,6 @@ class GpuBackend:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        decode_only: bool | None = None,
     ) -> GpuPlan:
         """Cut one step's work, for every layer with these heads and this window.
 
@@ -142,10 +141,7 @@ class GpuBackend:
         Args:
             num_tokens: T of the step.
             num_heads, num_kv_heads, head_size: of the layer (on this device).
-            decode_only: every live row has one query. None: exactly when T == R.
         """
-        if decode_only is None:
-            decode_only = num_tokens == metadata.seq_lens.shape[0]
         decode = plan_decode(
             metadata,
             num_kv_heads=num_kv_heads,
@@ -154,7 +150,7 @@ class GpuBackend:
             config=self._decode(head_size),
         )
         decode = DecodePlan(rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters))
-        if decode_only:
+        if metadata.decode_only:
             return GpuPlan(decode=decode, prefill=None)
         group = num_heads // num_kv_heads
         prefill = plan_prefill(
@@ -176,7 +172,6 @@ class GpuBackend:
         options: AttentionOptions,
         sinks: jax.Array | None = None,
         plan: GpuPlan | None = None,
-        decode_only: bool | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Write the new keys and values, then attend.
 
@@ -187,7 +182,6 @@ class GpuBackend:
             options: scale, window, soft cap.
             sinks: [H] extra logits of the softmax's denominator.
             plan: of ``prepare``, with the same options; None makes one for this layer alone.
-            decode_only: as for ``prepare``; a plan decides it.
 
         Returns:
             ([T, H, D], the updated cache). Padding tokens write nothing; their output is zero.
@@ -201,7 +195,6 @@ class GpuBackend:
                 num_heads=q.shape[1],
                 num_kv_heads=k.shape[1],
                 head_size=head_size,
-                decode_only=decode_only,
             )
         if stored != head_size:
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - head_size))) for x in (q, k, v))

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, store
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -347,9 +348,9 @@ def _kernel_body(case: _Case):
         def store_partial(slot, state):
             top, total, acc = state
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part_s[...] = acc
-            stat_s[0] = top
-            stat_s[1] = total
+            store(part_s, acc)
+            store(stat_s.at[0], top)
+            store(stat_s.at[1], total)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(part_s, part.at[slot])
             plgpu.copy_smem_to_gmem(stat_s, stat.at[slot])
@@ -377,7 +378,7 @@ def _kernel_body(case: _Case):
                 row = decode_rows + me + turn * num_ctas
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 value = jnp.where(row < live_rows, jnp.float32(jnp.nan), jnp.float32(0.0))
-                out_s.T[...] = (tile(head_size, 0.0) + value).astype(out_s.dtype)
+                store(out_s.T, (tile(head_size, 0.0) + value).astype(out_s.dtype))
                 plgpu.commit_smem()
                 for head in range(num_kv_heads):
                     target = out.at[row, pl.ds(head * group, group)]
@@ -387,7 +388,7 @@ def _kernel_body(case: _Case):
 
         def finish(row, head, state):
             _, total, acc = state
-            out_s.T[...] = (acc / over_rows(total, head_size)).astype(out_s.dtype)
+            store(out_s.T, (acc / over_rows(total, head_size)).astype(out_s.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
 
@@ -467,7 +468,7 @@ def _kernel_body(case: _Case):
             def _shared():
                 pl.when(starts)(lambda: store_partial(slot_of(stop - 1), state))
                 plgpu.wait_smem_to_gmem(0)
-                before = _add_and_fetch(counters.at[pl.ds(begins_in, 1)], count_s, stop - step, case.atomic)
+                before = add_and_fetch(counters.at[pl.ds(begins_in, 1)], count_s, stop - step, atomic=case.atomic)
 
                 @pl.when(before + stop - step == last - first)
                 def _merge():
@@ -494,40 +495,3 @@ def _kernel_body(case: _Case):
         plgpu.wait_smem_to_gmem(0)
 
     return paged_decode
-
-
-def _add_and_fetch(counter: Any, scratch: Any, value: jax.Array, atomic: bool) -> jax.Array:
-    """Add ``value`` to a counter in global memory; returns what it held before. Publishes this CTA's earlier writes.
-
-    Interpret mode runs one CTA after another, so there the addition need not be atomic.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if not atomic:
-        before = counter[0]
-        counter[0] = before + value
-        return before
-
-    from jax.experimental.mosaic.gpu import utils as mgpu_utils
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
-    from jax._src.lib.mlir.dialects import llvm
-
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), splat))
-    def add(ctx, counter, scratch, value):
-        i32 = ir.IntegerType.get_signless(32)
-        mgpu_utils.warpgroup_barrier()
-        with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
-            before = llvm.inline_asm(
-                i32, [mgpu_utils.memref_ptr(counter), value.registers.item()],
-                "atom.global.acq_rel.gpu.add.u32 $0, [$1], $2;", "=r,l,r", has_side_effects=True,
-            )  # fmt: skip
-            from jax._src.lib.mlir.dialects import memref
-
-            memref.store(before, scratch, [arith.constant(ir.IndexType.get(), 0)])
-        mgpu_utils.warpgroup_barrier()
-
-    add(counter, scratch, value)
-    return scratch[0]

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -200,22 +201,6 @@ def _sinks_by_row(sinks: jax.Array, num_kv_heads: int, group: int, shape: TileSh
     return sinks[:, head]
 
 
-def _copy_layout(rows: int, head_size: int) -> Any:
-    """Registers of one warpgroup for moving [rows, head_size] 16-bit values between global and swizzled memory.
-
-    A warp moves whole 128-byte lines, 16 bytes a lane (8 where there are fewer than 1,024 values).
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if rows % 16 == 0:
-        tiles, warps = ((16, 64), (4, 64), (8,)), (-5,)
-    elif head_size % 128 == 0:
-        tiles, warps = ((8, 128), (4, 64), (8,)), (-5, -4)
-    else:
-        tiles, warps = ((8, 64), (2, 64), (4,)), (-5,)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=(-3, -2), vector_dim=-1)
-
-
 def _kernel_body(
     config: PrefillConfig, options: AttentionOptions, shape: TileShape, group: int, head_size: int, block_size: int,
     query_buffers: int, has_sinks: bool, num_ctas: int,
@@ -275,7 +260,7 @@ def _kernel_body(
 
         def zero_padding():
             lines = row_s.at[warpgroup]
-            lines[...] = jnp.zeros(lines.shape, q.dtype)
+            store(lines, jnp.zeros(lines.shape, q.dtype))
             plgpu.commit_smem()
             live = counts[1]
             me = cta * CONSUMERS + warpgroup
@@ -310,7 +295,7 @@ def _kernel_body(
                 tile, kv_head = item(i)
                 buffer = lax.rem(i, query_buffers)
                 pl.when(i >= query_buffers)(lambda: plgpu.barrier_wait(q_free.at[buffer]))
-                layout = _copy_layout(shape.tokens, head_size)
+                layout = copy_layout(shape.tokens, head_size)
                 for consumer in range(CONSUMERS):
                     for rows, first, head, index in tile_rows(tile, kv_head, consumer):
                         if isinstance(index, int) and index >= group:
@@ -363,7 +348,7 @@ def _kernel_body(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            def store(tile, kv_head, buffer, result):
+            def store_tile(tile, kv_head, buffer, result):
                 """Write a tile's result, by way of the memory its queries were in."""
                 mine = q_s.at[buffer, warpgroup]
                 mine[...] = result.astype(q.dtype)
@@ -375,8 +360,8 @@ def _kernel_body(
                 for rows, first, head, index in tile_rows(tile, kv_head, warpgroup):
 
                     def store_whole(rows=rows, first=first, head=head):
-                        value = plgpu.load(mine.at[rows], layout=_copy_layout(shape.tokens, head_size))
-                        out[pl.ds(first, shape.tokens), head] = value
+                        value = plgpu.load(mine.at[rows], layout=copy_layout(shape.tokens, head_size))
+                        store(out.at[pl.ds(first, shape.tokens), head], value)
 
                     def store_some(rows=rows, first=first, head=head):
                         store_rows(mine.at[rows], out, first, head, begin, end)
@@ -392,8 +377,8 @@ def _kernel_body(
                 piece = min(shape.tokens, 16)
                 lines = row_s.at[warpgroup, pl.ds(0, piece)]
                 for base in range(0, shape.tokens, piece):
-                    value = plgpu.load(source.at[pl.ds(base, piece)], layout=_copy_layout(piece, head_size))
-                    lines[...] = value
+                    value = plgpu.load(source.at[pl.ds(base, piece)], layout=copy_layout(piece, head_size))
+                    store(lines, value)
                     plgpu.commit_smem()
 
                     def one_row(i, _, base=base):
@@ -499,7 +484,7 @@ def _kernel_body(
                 acc, _, total = lax.fori_loop(unmasked_end, end, lambda s, c: one_step(s, c, masked=True), carry)
                 if in_step_at_ends:
                     pl.when(warpgroup == 0)(take_turn)
-                store(tile, kv_head, buffer, acc / over_columns(total, head_size))
+                store_tile(tile, kv_head, buffer, acc / over_columns(total, head_size))
                 plgpu.barrier_arrive(q_free.at[buffer])
                 return done + end - begin
 

@@ -11,7 +11,7 @@ import jax
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["seq_lens", "block_tables", "query_start_loc", "distribution", "slot_mapping", "positions", "row_ids"],
-    meta_fields=[],
+    meta_fields=["decode_only"],
 )
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -30,6 +30,8 @@ class AttentionMetadata:
             (num_blocks * block_size or more) for padding tokens, whose write is dropped.
         positions: [T] position of each token in its row; 0 for padding tokens.
         row_ids: [T] row of each token; R - 1 for padding tokens.
+        decode_only: static: every live row has exactly one query, so that T == R and a backend may leave out what
+            serves longer rows.
     """
 
     seq_lens: jax.Array
@@ -39,3 +41,4 @@ class AttentionMetadata:
     slot_mapping: jax.Array
     positions: jax.Array
     row_ids: jax.Array
+    decode_only: bool = False

@@ -98,6 +98,10 @@ class TpuAttentionBackend:
         """``supported`` of this module."""
         return supported(head_size, group, block_size, dtype, options)
 
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+        """The kernel reads the batch's own arrays: nothing to work out."""
+        return
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -107,6 +111,7 @@ class TpuAttentionBackend:
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
+        plan: None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See ``AttentionBackend``. Padding tokens' output is zero.
 

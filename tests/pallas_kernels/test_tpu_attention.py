@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, replace, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ragged_batches import RaggedBatch, ragged_batch
 from tpu_interpreter import COMPILER_OPTIONS, races_found, strict
 
-from pallas_kernels.dispatch import AttentionOptions, attention_backend
+from pallas_kernels.dispatch import AttentionOptions, AttentionSizes, attention_backend
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
@@ -228,11 +228,17 @@ def test_float16_is_refused_when_traced():
 
 def test_dispatch_chooses_it_for_tpus(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="TPU v6 lite")])
-    assert attention_backend("tpu") == TpuAttentionBackend("v6e")
-    assert attention_backend("cpu").name == "blocked"
+    sizes = AttentionSizes(32, 8, 128, 128, jnp.bfloat16, jnp.bfloat16)
+    options = [AttentionOptions(0.1)]
+    assert attention_backend("tpu", sizes, options) == (TpuAttentionBackend("v6e"), None)
+    assert attention_backend("cpu", sizes, options)[0].name == "blocked"
+    half = replace(sizes, dtype=jnp.float16, kv_dtype=jnp.float16)
+    backend, why_not = attention_backend("tpu", half, options)
+    assert backend.name == "blocked"
+    assert "float16" in why_not
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="TPU v2")])
     with pytest.raises(ValueError, match=r"TPU v2.*blocked"):
-        attention_backend("tpu")
+        attention_backend("tpu", sizes, options)
 
 
 @pytest.mark.slow

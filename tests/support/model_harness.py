@@ -30,6 +30,9 @@ class OracleBackend:
     def kv_head_axis(self) -> int:
         return 2
 
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+        return None
+
     def update_and_attend(
         self,
         q: jax.Array,
@@ -39,6 +42,7 @@ class OracleBackend:
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
+        plan: None = None,
     ) -> tuple[jax.Array, jax.Array]:
         kv_cache = kv_cache_update(kv_cache, k, v, metadata.slot_mapping)
         out = ragged_paged_attention(
