@@ -10,7 +10,15 @@ import jax
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["seq_lens", "block_tables", "query_start_loc", "distribution", "slot_mapping", "positions", "row_ids"],
+    data_fields=[
+        "seq_lens",
+        "block_tables",
+        "query_start_loc",
+        "distribution",
+        "slot_mapping",
+        "positions",
+        "row_ids",
+    ],
     meta_fields=["decode_only"],
 )
 @dataclass(frozen=True)

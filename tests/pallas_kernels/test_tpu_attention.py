@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
