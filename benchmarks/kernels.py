@@ -1,0 +1,750 @@
+"""The Hopper attention kernels on this machine's GPU: checked against the float32 oracle, then measured.
+
+    python benchmarks/kernels.py                     # check and measure everything, about five minutes on an H200
+    python benchmarks/kernels.py --sections decode   # some: ceilings check invariance decode prefill mixed
+    python benchmarks/kernels.py --json out.json     # the figures as data too
+
+Each section runs in a process of its own with a time limit, so one that hangs or crashes costs only itself.
+
+    kernel     median time of one launch, from the profiler
+    layer      the whole operation as it stands in a layer: from the first kernel's start to the last one's end over
+               the layers of one program, gaps included (cache write, attention, merge)
+    of ceiling TB/s over a large copy's (bytes read and written), TFLOP/s over an 8,192-cubed matrix product's, in the
+               same run
+
+Beside ours: JAX's deprecated ``pallas.ops.gpu.paged_attention`` (the best of a few splits), a gather of the cache
+by XLA, and for prefill cuDNN's dense attention, which knows no pages. Every layer of a program has its own cache, so
+that the caches of one pass together exceed the L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import glob
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
+SECTIONS = {
+    "ceilings": 120,
+    "check": 240,
+    "invariance": 120,
+    "decode": 240,
+    "prefill": 200,
+    "mixed": 120,
+    "sweep": 240,
+}
+"""Section: its time limit in seconds."""
+
+SWEEP = [
+    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=4), dict(step=64, stages=3, ctas_per_sm=2, min_chunk=4),
+    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=2), dict(step=64, stages=3, ctas_per_sm=2, min_chunk=2),
+]  # fmt: skip
+"""Decode configurations tried by the section of that name."""
+
+SHARDS = {"check": 6}
+"""Sections that mostly compile, and so run as several processes at a time."""
+
+DECODE = [
+    # rows, context, target TB/s or us
+    (1, 4096, "us", 7.0), (1, 32768, "TB/s", 3.0), (16, 2048, "TB/s", 3.7), (64, 4096, "TB/s", 4.1),
+    (256, 1024, "TB/s", 4.1), (8, 1024, "", 0.0),
+]  # fmt: skip
+PREFILL = [
+    # rows of (context, new), target TFLOP/s
+    ([(8192, 8192)], 570), ([(4096, 4096)] * 4, 570), ([(16384, 2048)], 590), ([(33280, 512)], 500),
+    ([(2048, 2048)], 0), ([(1024, 1024)] * 8, 0),
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sections",
+        nargs="+",
+        default=[each for each in SECTIONS if each != "sweep"],
+        choices=list(SECTIONS),
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--override", default="{}", help='configuration, as {"decode": {...}, "prefill": {...}}'
+    )
+    parser.add_argument("--ours-only", action="store_true", help="leave out what ours is compared with")
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.in_process:
+        globals()[f"section_{args.in_process}"](Context(json.loads(args.override), args.ours_only))
+        return 0
+    records: list[dict[str, Any]] = []
+    for section in args.sections:
+        began = time.time()
+        records += run_section(section, args)
+        print(f"# {section}: {time.time() - began:.0f} s", flush=True)
+    report(records)
+    if args.json:
+        args.json.write_text(json.dumps(records, indent=1))
+    return 1 if any(r["name"] == "FAILED" or r.get("wrong") for r in records) else 0
+
+
+def run_section(section: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run a section in processes of its own; what they emitted, and a record of each failure."""
+    shards = SHARDS.get(section, 1)
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / shards:.2f}"}
+    command = [sys.executable, __file__, "--in-process", section, "--override", args.override]
+    command += ["--ours-only"] if args.ours_only else []
+    processes = []
+    for shard in range(shards):
+        out = tempfile.TemporaryFile("w+")
+        shard_of = {"KERNELS_SHARD": f"{shard}/{shards}"}
+        started = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**environment, **shard_of}
+        )
+        processes.append((started, out))
+    records: list[dict[str, Any]] = []
+    deadline = time.time() + SECTIONS[section]
+    for process, out in processes:
+        try:
+            failure = "" if process.wait(max(deadline - time.time(), 1)) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            failure = f"hung: stopped after {SECTIONS[section]} s"
+        out.seek(0)
+        lines = out.read().splitlines()
+        records += [json.loads(line) for line in lines if line.startswith('{"section"')]
+        if failure:
+            records.append({"section": section, "name": "FAILED", "error": failure})
+            print(f"{section}: {failure}")
+        said = [line for line in lines if not line.startswith('{"section"')]
+        print(
+            "\n".join(said[-25:] if failure else [line for line in said if line.startswith("#")]), flush=True
+        )
+    return records
+
+
+def report(records: list[dict[str, Any]]) -> None:
+    ceiling = {r["name"]: r["value"] for r in records if r["section"] == "ceilings" and "value" in r}
+    print(
+        f"\nceilings: copy {ceiling.get('copy', 0):.2f} TB/s, product {ceiling.get('product', 0):.0f} TFLOP/s"
+    )
+    for r in records:
+        if r["section"] in ("check", "invariance"):
+            print("  ".join(f"{key} {value}" for key, value in r.items() if key != "section"))
+    print(
+        f"{'shape':28} {'path':22} {'kernel us':>9} {'layer us':>9} {'rate':>13} {'ceiling':>8} {'target':>12}"
+    )
+    for r in records:
+        if "kernel_us" not in r:
+            continue
+        unit = r["unit"]
+        top = ceiling.get("copy" if unit == "TB/s" else "product")
+        share = f"{r['rate'] / top:.0%}" if top else "-"
+        rate = f"{r['rate']:.2f} {unit}" if unit == "TB/s" else f"{r['rate']:.0f} {unit}"
+        print(
+            f"{r['name']:28} {r['path']:22} {r['kernel_us']:9.1f} {r['layer_us']:9.1f} {rate:>13} {share:>8} "
+            f"{r.get('target', ''):>12}"
+        )
+
+
+def emit(**record: Any) -> None:
+    print(json.dumps(record), flush=True)
+
+
+class Context:
+    """JAX, our backend and random batches; only made in a section's process."""
+
+    def __init__(self, override: dict[str, dict[str, int]], ours_only: bool):
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.ragged_paged_attention import gpu
+        from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
+        from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig
+
+        if (why_not := gpu.device_why_not()) is not None:
+            sys.exit(why_not)
+        self.jax, self.jnp, self.ours_only = jax, jnp, ours_only
+        decode, prefill = gpu._tuned("decode", HEAD_SIZE), gpu._tuned("prefill", HEAD_SIZE)
+        self.tuned = gpu.GpuBackend(
+            decode=DecodeConfig(**{**decode, **override["decode"]}) if "decode" in override else None,
+            prefill=PrefillConfig(**{**prefill, **override["prefill"]}) if "prefill" in override else None,
+        )
+        self.stored_head_size = gpu.stored_head_size
+        self.rng = np.random.default_rng(int(time.time_ns()) % 2**32)
+
+    def random(self, *shape: int, dtype: Any = None) -> Any:
+        key = self.jax.random.key(int(self.rng.integers(2**31)))
+        return self.jax.random.normal(key, shape, dtype or self.jnp.bfloat16)
+
+    def batch(self, rows, *, block_size=BLOCK, pad_tokens=0, pad_rows=0, decode_only=None):
+        """Metadata of rows (context with the new tokens, new tokens), decoding rows first, in shuffled blocks.
+
+        Returns (metadata, number of blocks, slots that hold cached tokens).
+        """
+        from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
+
+        live = sum(new for _, new in rows)
+        num_rows = len(rows) + pad_rows
+        num_tokens = live + pad_tokens
+        needed = [-(-context // block_size) for context, _ in rows]
+        num_blocks = sum(needed) + 1
+        ids = self.rng.permutation(np.arange(1, num_blocks))
+        tables = np.zeros((num_rows, max(needed, default=1)), np.int32)
+        seq_lens, starts = np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)
+        positions, row_ids = np.zeros(num_tokens, np.int32), np.full(num_tokens, num_rows - 1, np.int32)
+        slots = np.full(num_tokens, num_blocks * block_size, np.int32)
+        cached = []
+        at = taken = 0
+        for row, (context, new) in enumerate(rows):
+            tables[row, : needed[row]] = ids[taken : taken + needed[row]]
+            taken += needed[row]
+            where = np.arange(context)
+            slot = tables[row, where // block_size] * block_size + where % block_size
+            cached.append(slot[: context - new])
+            slots[at : at + new] = slot[context - new :]
+            positions[at : at + new], row_ids[at : at + new] = where[context - new :], row
+            seq_lens[row] = context
+            at += new
+            starts[row + 1] = at
+        starts[len(rows) + 1 :] = at
+        decode = next((i for i, (_, new) in enumerate(rows) if new != 1), len(rows))
+        arrays = (
+            seq_lens,
+            tables,
+            starts,
+            np.asarray([decode, decode, len(rows)], np.int32),
+            slots,
+            positions,
+            row_ids,
+        )
+        if decode_only is None:
+            decode_only = decode == len(rows) and num_tokens == num_rows
+        metadata = AttentionMetadata(*map(self.jnp.asarray, arrays), decode_only=decode_only)
+        return metadata, num_blocks, np.concatenate([np.zeros(0, np.int64), *cached])
+
+    def layers(self, num_layers, options, num_kv_heads=KV_HEADS, backend=None):
+        """A program of some layers of our attention, each on its own cache, chained by the queries."""
+        backend = backend or self.tuned
+
+        @functools.partial(self.jax.jit, donate_argnums=3)
+        def program(q, k, v, caches, metadata):
+            plan = backend.prepare(
+                metadata, options, num_tokens=q.shape[0], num_heads=q.shape[1], num_kv_heads=num_kv_heads,
+                head_size=q.shape[2],
+            )  # fmt: skip
+            out = []
+            for cache in caches:
+                q, cache = backend.update_and_attend(q, k, v, cache, metadata, options, None, plan)
+                out.append(cache)
+            return q, out
+
+        return program
+
+
+def profile(
+    context: Context, run: Callable[[], Any], repeats: int = 6
+) -> list[list[tuple[str, float, float]]]:
+    """Device events (name, start us, duration us) of each of ``repeats`` runs, in order of start."""
+    jax = context.jax
+    for _ in range(3):
+        jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(repeats):
+                jax.block_until_ready(run())
+        [file] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        data = jax.profiler.ProfileData.from_file(file)
+        events = []
+        for plane in data.planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    events += [(e.name, e.start_ns / 1e3, e.duration_ns / 1e3) for e in line.events]
+    events.sort(key=lambda e: e[1])
+    per_run, rest = divmod(len(events), repeats)
+    if rest or not events:
+        raise RuntimeError(
+            f"{len(events)} events in {repeats} equal runs: {sorted({e[0] for e in events})[:20]}"
+        )
+    return [events[n * per_run : (n + 1) * per_run] for n in range(repeats)]
+
+
+def kernel_and_layer(runs, num_layers: int, match: Callable[[str], bool]) -> tuple[float, float]:
+    """Median time of the matching kernels of one layer, and of a layer from first start to last end, in us."""
+    kernel, layer = [], []
+    for events in runs:
+        ours = [e for e in events if match(e[0])]
+        if not ours:
+            continue
+        kernel.append(sum(e[2] for e in ours) / num_layers)
+        layer.append((ours[-1][1] + ours[-1][2] - ours[0][1]) / num_layers)
+    if not kernel:
+        names = sorted({e[0] for events in runs for e in events})
+        raise RuntimeError(f"no kernel matched; the profile has {names[:20]}")
+    return float(np.median(kernel)), float(np.median(layer))
+
+
+def is_ours(name: str) -> bool:
+    return "paged_" in name
+
+
+def section_ceilings(context: Context) -> None:
+    jax, jnp = context.jax, context.jnp
+    x = context.random(2**30)
+    copy = jax.jit(jnp.copy)
+    seconds = wall(context, lambda: copy(x), 5)
+    emit(section="ceilings", name="copy", value=2 * x.nbytes / seconds / 1e12)
+    del x
+    a, b = context.random(8192, 8192), context.random(8192, 8192)
+    product = jax.jit(jnp.dot)
+    seconds = wall(context, lambda: product(a, b), 10)
+    emit(section="ceilings", name="product", value=2 * 8192**3 / seconds / 1e12)
+
+
+def wall(context: Context, run: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of a run, each waited for."""
+    for _ in range(3):
+        context.jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        context.jax.block_until_ready(run())
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
+
+
+# --- right -----------------------------------------------------------------------------------------------------
+
+
+def section_check(context: Context) -> None:
+    """Random ragged batches over a cache whose unwritten slots hold NaN, each against the oracle."""
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions as Options
+
+    def lengths(n: int, most: int) -> list[tuple[int, int]]:
+        return [(int(x), 1) for x in context.rng.integers(1, most, n)]
+
+    def decode(n: int, most: int) -> dict[str, Any]:
+        return dict(rows=lengths(n, most), pad_rows=3, pad_tokens=3)
+
+    mixed = dict(
+        rows=[*lengths(9, 900), (90, 90), (700, 33), (5, 2), (1500, 1500), (2100, 300)], pad_tokens=70
+    )
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("decode 1", dict(rows=[(4096, 1)])),
+        (
+            "decode edges",
+            dict(
+                rows=[(n, 1) for n in (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1024)],
+                pad_rows=5,
+                pad_tokens=5,
+            ),
+        ),
+        ("decode ragged", decode(64, 4096)),
+        ("decode long", dict(rows=[(20001, 1), (7, 1)])),
+        ("decode many", decode(500, 300)),
+        ("decode none", dict(rows=[], pad_rows=4, pad_tokens=4)),
+        ("mixed", mixed),
+        ("one prompt", dict(rows=[(1024, 1024)])),
+        ("chunk", dict(rows=[(3000, 500)], pad_tokens=12)),
+        ("short prompts", dict(rows=[(n, n) for n in range(2, 40)], pad_tokens=9)),
+    ]
+    for group_heads in ((8, 8), (16, 8), (24, 8), (40, 8), (64, 8), (16, 1), (9, 1), (4, 2)):
+        cases += [
+            (f"decode {group_heads}", dict(heads=group_heads, **decode(20, 700))),
+            (f"mixed {group_heads}", dict(heads=group_heads, **mixed)),
+        ]
+    for head_size in (64, 80, 96, 192, 256):
+        cases += [
+            (f"decode D={head_size}", dict(head_size=head_size, **decode(20, 1300))),
+            (f"mixed D={head_size}", dict(head_size=head_size, **mixed)),
+        ]
+    for block_size in (8, 32, 64, 128, 256):
+        cases += [
+            (f"decode block {block_size}", dict(block_size=block_size, **decode(20, 1300))),
+            (f"mixed block {block_size}", dict(block_size=block_size, **mixed)),
+        ]
+    for name, extra in {
+        "window": dict(sliding_window=100), "wide window": dict(sliding_window=1000), "cap": dict(soft_cap=20.0),
+        "window cap sinks": dict(sliding_window=300, soft_cap=20.0, sinks=True), "sinks": dict(sinks=True),
+    }.items():  # fmt: skip
+        cases += [
+            (f"decode {name}", dict(extra=extra, **decode(30, 2500))),
+            (f"mixed {name}", dict(extra=extra, **mixed)),
+        ]
+    cases += [
+        ("decode f16", dict(dtype="float16", **decode(20, 700))),
+        ("mixed f16", dict(dtype="float16", **mixed)),
+    ]
+    cases += [("all decode, mixed program", dict(decode_only=False, **decode(20, 700)))]
+    worst, shard, shards = 0.0, *map(int, os.environ.get("KERNELS_SHARD", "0/1").split("/"))
+    cases = cases[shard::shards]
+    for name, case in cases:
+        error, note = check_one(context, Options, **case)
+        worst = max(worst, error)
+        if error > 1e-2 or not error >= 0 or note:
+            emit(section="check", name=name, error=f"{error:.2e}", wrong=True, note=note)
+    emit(
+        section="check",
+        name=f"{len(cases)} batches",
+        worst_error=f"{worst:.2e}",
+        device=str(context.jax.devices()[0]),
+    )
+
+
+def check_one(
+    context: Context, options_type: Any, rows, heads=(HEADS, KV_HEADS), head_size=HEAD_SIZE, block_size=BLOCK,
+    dtype="bfloat16", extra=None, **padding,
+) -> tuple[float, str]:  # fmt: skip
+    from dataclasses import replace
+
+    from pallas_kernels.kv_cache_update.reference import kv_cache_update
+    from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
+
+    jax, jnp = context.jax, context.jnp
+    num_heads, kv_heads = heads
+    metadata, num_blocks, cached = context.batch(rows, block_size=block_size, **padding)
+    num_tokens, live = metadata.positions.shape[0], sum(new for _, new in rows)
+    dtype = jnp.dtype(dtype)
+    q, k, v = (
+        context.random(num_tokens, h, head_size, dtype=dtype).at[live:].set(jnp.nan)
+        for h in (num_heads, kv_heads, kv_heads)
+    )
+    stored = context.stored_head_size(head_size)
+    fresh = jnp.full((2, num_blocks, kv_heads, block_size, head_size), jnp.nan, dtype)
+    values = context.random(2, len(cached), kv_heads, head_size, dtype=dtype)
+    cache = fresh.at[:, cached // block_size, :, cached % block_size].set(jnp.moveaxis(values, 0, 1))
+    extra = dict(extra or {})
+    sinks = 3 * context.random(num_heads, dtype=jnp.float32) if extra.pop("sinks", False) else None
+    options = options_type(scale=head_size**-0.5, **extra)
+    wide = jnp.pad(cache, (*[(0, 0)] * 4, (0, stored - head_size)))
+    expected_cache = kv_cache_update(cache, k, v, metadata.slot_mapping)
+    backend = context.tuned if stored == HEAD_SIZE else replace(context.tuned, decode=None, prefill=None)
+    run = jax.jit(backend.update_and_attend, static_argnums=5, donate_argnums=3)
+    before = wide.unsafe_buffer_pointer()
+    out, wide = run(q, k, v, wide, metadata, options, sinks)
+    note = "" if wide.unsafe_buffer_pointer() == before else "the cache moved"
+    same = jnp.array_equal(wide[..., :head_size], expected_cache, equal_nan=True)
+    note += "" if same else " the cache differs"
+    note += "" if bool(jnp.isfinite(out).all()) else " not finite"
+    note += "" if not bool(jnp.any(out[live:])) else " padding is not zero"
+    sample = np.unique(context.rng.integers(0, max(live, 1), 96))[:live]
+    if len(sample) == 0:
+        return 0.0, note
+    few = replace(
+        metadata, positions=metadata.positions[sample], row_ids=metadata.row_ids[sample],
+        query_start_loc=jnp.full_like(metadata.query_start_loc, len(sample)), decode_only=False,
+    )  # fmt: skip
+    expected = ragged_paged_attention(
+        q[sample].astype(jnp.float32), expected_cache, few, scale=options.scale, sinks=sinks,
+        sliding_window=options.sliding_window, soft_cap=options.soft_cap,
+    )  # fmt: skip
+    difference = out[sample].astype(jnp.float32) - expected
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected)), note.strip()
+
+
+def section_invariance(context: Context) -> None:
+    """A row's bits alone and in company; a prompt's bits whole and in chunks; no copy of the cache in the program."""
+    from dataclasses import replace
+
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    jax, jnp = context.jax, context.jnp
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    run = jax.jit(context.tuned.update_and_attend, static_argnums=5)
+    rows = [(int(n), 1) for n in [40, 4096, 12345, *context.rng.integers(1, 3000, 61)]]
+    metadata, num_blocks, _ = context.batch(rows)
+    cache = context.random(*context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE))
+    q, k, v = (context.random(len(rows), h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+    together, _ = run(q, k, v, cache, metadata, options)
+    different = 0
+    for picked in [[0], [1], [2], [1, 2], list(range(9)), list(range(3, 40)), *[[i] for i in range(3, 20)]]:
+        n = np.asarray(picked)
+        some = replace(
+            metadata, seq_lens=metadata.seq_lens[n], block_tables=metadata.block_tables[n],
+            query_start_loc=jnp.arange(len(n) + 1, dtype=jnp.int32),
+            distribution=jnp.full(3, len(n), jnp.int32), slot_mapping=metadata.slot_mapping[n],
+            positions=metadata.positions[n], row_ids=jnp.arange(len(n), dtype=jnp.int32),
+        )  # fmt: skip
+        alone, _ = run(q[n], k[n], v[n], cache, some, options)
+        different += int(jnp.any(alone != together[n], axis=(1, 2)).sum())
+    emit(
+        section="invariance",
+        name="decoding rows whose bits depend on company",
+        value=different,
+        wrong=different > 0,
+    )
+    tokens = 1500
+    metadata, num_blocks, _ = context.batch([(tokens, tokens)], pad_tokens=36)
+    cache = context.random(*context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE))
+    q, k, v = (context.random(tokens + 36, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+    whole, _ = run(q, k, v, cache, metadata, options)
+    different, chunk = 0, 311
+    for begin in range(0, tokens, chunk):
+        n = np.arange(begin, min(begin + chunk, tokens))
+        end = int(n[-1]) + 1
+        part = replace(
+            metadata, seq_lens=jnp.asarray([end], jnp.int32), query_start_loc=jnp.asarray([0, len(n)], jnp.int32),
+            slot_mapping=metadata.slot_mapping[n], positions=metadata.positions[n], row_ids=metadata.row_ids[n],
+        )  # fmt: skip
+        out, cache = run(q[n], k[n], v[n], cache, part, options)
+        different += int(jnp.any(out != whole[n], axis=(1, 2)).sum())
+    emit(
+        section="invariance",
+        name="prompt tokens whose bits depend on chunks",
+        value=different,
+        wrong=different > 0,
+    )
+    for name, case in {"decode": [(700, 1)] * 16, "mixed": [(700, 1)] * 4 + [(900, 252)]}.items():
+        metadata, num_blocks, _ = context.batch(case)
+        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        caches = [context.random(*shape) for _ in range(4)]
+        q, k, v = (
+            context.random(metadata.positions.shape[0], h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        compiled = context.layers(4, options).lower(q, k, v, caches, metadata).compile()
+        text = compiled.as_text()
+        wanted = f"bf16[{','.join(map(str, shape))}]"
+        copies = [
+            line for line in text.splitlines() if wanted in line.split("=", 1)[-1][:90] and " copy" in line
+        ]
+        emit(
+            section="invariance",
+            name=f"cache copies in the compiled {name} step",
+            value=len(copies),
+            wrong=bool(copies),
+        )
+
+
+# --- fast ------------------------------------------------------------------------------------------------------
+
+
+def section_decode(context: Context) -> None:
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    for rows, length, unit, target in DECODE:
+        num_bytes = 2 * rows * length * KV_HEADS * HEAD_SIZE * 2
+        num_layers = int(min(16, max(4, 3e8 // num_bytes)))
+        metadata, num_blocks, _ = context.batch([(length, 1)] * rows)
+        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        caches = [context.random(*shape) for _ in range(num_layers)]
+        q, k, v = (context.random(rows, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+        program = context.layers(num_layers, options)
+
+        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=[caches]):
+            out, state[0] = program(q, k, v, state[0], metadata)
+            return out
+
+        kernel, layer = kernel_and_layer(profile(context, ours), num_layers, is_ours)
+        name = f"decode {rows} x {length}"
+        record = dict(section="decode", name=name, unit="TB/s")
+        wanted = f"{target} {unit}" if unit else ""
+        rate = num_bytes / kernel / 1e6
+        emit(**record, path="ours", kernel_us=kernel, layer_us=layer, rate=rate, target=wanted)
+        if not context.ours_only:
+            compare_decode(context, record, q, ours.__defaults__[-1], metadata, num_layers, num_bytes)
+        del caches, ours
+
+
+def section_sweep(context: Context) -> None:
+    """Decode under other configurations."""
+    from dataclasses import replace
+
+    from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    for rows, length in ((1, 4096), (16, 2048), (64, 4096), (256, 1024)):
+        num_bytes = 2 * rows * length * KV_HEADS * HEAD_SIZE * 2
+        num_layers = int(min(16, max(4, 3e8 // num_bytes)))
+        metadata, num_blocks, _ = context.batch([(length, 1)] * rows)
+        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        state = [[context.random(*shape) for _ in range(num_layers)]]
+        q, k, v = (context.random(rows, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+        for configuration in SWEEP:
+            backend = replace(context.tuned, decode=DecodeConfig(**configuration))
+            program = context.layers(num_layers, options, backend=backend)
+
+            def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
+                out, state[0] = program(q, k, v, state[0], metadata)
+                return out
+
+            kernel, layer = kernel_and_layer(profile(context, ours), num_layers, is_ours)
+            name = " ".join(f"{key.split('_')[0]}={value}" for key, value in configuration.items())
+            emit(
+                section="sweep", name=f"decode {rows} x {length}", unit="TB/s", path=name, kernel_us=kernel,
+                layer_us=layer, rate=num_bytes / kernel / 1e6,
+            )  # fmt: skip
+
+
+def compare_decode(context: Context, record, q, state, metadata, num_layers: int, num_bytes: int) -> None:
+    jax, jnp = context.jax, context.jnp
+    caches = state[0]
+
+    def everything(name: str) -> bool:
+        return "memcpy" not in name.lower() or True
+
+    def gather(q, caches, metadata):
+        for cache in caches:
+            rows, heads, size = q.shape
+            k, v = (jnp.moveaxis(half[metadata.block_tables], 2, 1) for half in cache)
+            k, v = (x.reshape(rows, KV_HEADS, -1, size) for x in (k, v))
+            grouped = q.reshape(rows, KV_HEADS, -1, size)
+            s = jnp.einsum("rkgd,rksd->rkgs", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
+            s = jnp.where(jnp.arange(k.shape[2]) < metadata.seq_lens[:, None, None, None], s, -jnp.inf)
+            p = jax.nn.softmax(s, -1).astype(q.dtype)
+            q = jnp.einsum("rkgs,rksd->rkgd", p, v).reshape(rows, heads, size)
+        return q
+
+    measure(
+        context,
+        record,
+        "gather",
+        functools.partial(jax.jit(gather), q, caches, metadata),
+        num_layers,
+        num_bytes,
+    )
+    try:
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    except ImportError:
+        return
+    halves = [(jnp.moveaxis(c[0], 0, 1), jnp.moveaxis(c[1], 0, 1)) for c in caches[: max(num_layers // 2, 2)]]
+    best = None
+    for splits in (1, 4, 16):
+        if metadata.block_tables.shape[1] % splits:
+            continue
+
+        def deprecated(q, halves, metadata, splits=splits):
+            for k, v in halves:
+                q = paged_attention(
+                    q * HEAD_SIZE**-0.5, k, v, metadata.block_tables, metadata.seq_lens, k_splits=splits
+                )
+            return q
+
+        try:
+            run = functools.partial(jax.jit(deprecated), q, halves, metadata)
+            found = kernel_and_layer(profile(context, run), len(halves), everything)
+        except Exception as error:
+            print(f"# deprecated kernel, {splits} splits: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        best = min(best or found, found, key=lambda x: x[1])
+    if best:
+        emit(
+            **record,
+            path="jax deprecated",
+            kernel_us=best[0],
+            layer_us=best[1],
+            rate=num_bytes / best[1] / 1e6,
+        )
+
+
+def measure(context: Context, record, path: str, run, num_layers: int, work: float) -> None:
+    try:
+        kernel, layer = kernel_and_layer(profile(context, run), num_layers, lambda name: True)
+        emit(**record, path=path, kernel_us=kernel, layer_us=layer, rate=work / layer / 1e6)
+    except Exception as error:
+        print(f"# {record['name']} {path}: {type(error).__name__}: {str(error)[:200]}")
+
+
+def section_prefill(context: Context) -> None:
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    jax, jnp = context.jax, context.jnp
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    for rows, target in PREFILL:
+        operations = sum(
+            4 * HEADS * HEAD_SIZE * (new * (context_ - new) + new * (new + 1) / 2) for context_, new in rows
+        )
+        num_layers = 3
+        metadata, num_blocks, _ = context.batch(rows)
+        num_tokens = metadata.positions.shape[0]
+        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        caches = [context.random(*shape) for _ in range(num_layers)]
+        q, k, v = (context.random(num_tokens, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+        program = context.layers(num_layers, options)
+        state = [caches]
+
+        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
+            out, state[0] = program(q, k, v, state[0], metadata)
+            return out
+
+        runs = profile(context, ours)
+        kernel, _ = kernel_and_layer(runs, num_layers, lambda name: "paged_prefill" in name)
+        _, layer = kernel_and_layer(runs, num_layers, is_ours)
+        context_, new = rows[0]
+        name = f"prefill {len(rows)} x {new}" + (f" after {context_ - new}" if context_ > new else "")
+        record = dict(section="prefill", name=name, unit="TFLOP/s")
+        emit(
+            **record, path="ours", kernel_us=kernel, layer_us=layer, rate=operations / kernel / 1e6,
+            target=f"{target}" if target else "",
+        )  # fmt: skip
+        if context.ours_only or context_ > new:
+            continue
+        dense = [x.reshape(len(rows), new, -1, HEAD_SIZE) for x in (q, k, v)]
+
+        @jax.jit
+        def cudnn(q, k, v):
+            for _ in range(num_layers):
+                q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            return q
+
+        measure(context, record, "cudnn dense", functools.partial(cudnn, *dense), num_layers, operations)
+    del jnp
+
+
+def section_mixed(context: Context) -> None:
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    num_layers = 3
+    cases = {
+        "decode 200 x 1024": [(1024, 1)] * 200,
+        "prefill 1 x 2048": [(2048, 2048)],
+        "mixed 200 x 1024 + 2048": [(1024, 1)] * 200 + [(2048, 2048)],
+        "mixed 200 x 1024 + 2048, padded": [(1024, 1)] * 200 + [(2048, 2048)],
+    }
+    for name, rows in cases.items():
+        padding = dict(pad_tokens=4096 - 2248, pad_rows=55) if "padded" in name else {}
+        metadata, num_blocks, _ = context.batch(rows, **padding)
+        num_tokens = metadata.positions.shape[0]
+        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        state = [[context.random(*shape) for _ in range(num_layers)]]
+        q, k, v = (context.random(num_tokens, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
+        program = context.layers(num_layers, options)
+
+        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
+            out, state[0] = program(q, k, v, state[0], metadata)
+            return out
+
+        runs = profile(context, ours)
+        kernel, layer = kernel_and_layer(runs, num_layers, is_ours)
+        operations = sum(4 * HEADS * HEAD_SIZE * (new * (c - new) + new * (new + 1) / 2) for c, new in rows)
+        parts = {}
+        for part in ("paged_update", "paged_decode", "paged_prefill"):
+            if any(part in e[0] for e in runs[0]):
+                parts[part] = round(kernel_and_layer(runs, num_layers, lambda n, part=part: part in n)[0], 1)
+        plan = [e for e in runs[0] if not is_ours(e[0])]
+        parts["other"] = round(sum(e[2] for e in plan), 1)
+        emit(
+            section="mixed", name=name, path=" ".join(f"{k[6:] or k}={v}" for k, v in parts.items()), unit="TFLOP/s",
+            kernel_us=kernel, layer_us=layer, rate=operations / layer / 1e6,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
