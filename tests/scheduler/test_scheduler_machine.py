@@ -210,5 +210,5 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 @pytest.mark.timeout(1200)
 def test_scheduler_machine_longer() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(SETTINGS, max_examples=2000, stateful_step_count=100)
+        SchedulerMachine, settings=settings(SETTINGS, max_examples=600, stateful_step_count=100)
     )
