@@ -93,6 +93,8 @@ def test_control_c_stops_the_answer(server, command):
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxserve.cli.main", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.read(3) == "abc"
