@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.attention import Attention, stored_kv_heads
 from jaxserve.layers.embedding import Embedding, LMHead
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
-from jaxserve.layers.norm import StackedRMSNorm, rms_norm
+from jaxserve.layers.norm import StackedNormWeights, rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -69,6 +70,35 @@ class DecoderLayer(nnx.Module):
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         )
         self.mlp = GatedMLP(config.hidden_size, config.ffn_size, context, bias=config.mlp_bias)
+        self.norm_eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        norm_weights: tuple[jax.Array, jax.Array],
+        rope: RopeAngles,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        plan: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """[T, M] to [T, M], and the updated cache.
+
+        Args:
+            hidden: the residual stream.
+            norm_weights: [M] each, of the norms before attention and before the feed-forward.
+            rope, kv_cache, metadata, plan: as ``Attention`` takes them.
+        """
+        normal = rms_norm(hidden, norm_weights[0], self.norm_eps)
+        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan)
+        hidden = hidden + attended
+        hidden = hidden + self.mlp(rms_norm(hidden, norm_weights[1], self.norm_eps))
+        return self.attention.context.constrain(hidden, ("tokens", "embed")), kv_cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """A layer as a function of its weights: equal layers are traced and lowered once, not L times."""
+    return nnx.merge(graphdef, state)(*args)
 
 
 class Decoder(nnx.Module):
@@ -80,14 +110,14 @@ class Decoder(nnx.Module):
         config.rope.frequencies(
             config.head_size
         )  # refuses incomplete rope parameters now, not in the first step
-        layers, hidden, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+        layers, hidden = config.num_layers, config.hidden_size
         self.config = config
         self.context = context
         self.num_kv_heads = num_kv_heads
         self.embedding = Embedding(config.vocab_size, hidden, context)
         self.lm_head = None if config.tie_word_embeddings else LMHead(config.vocab_size, hidden, context)
-        self.attention_norm = StackedRMSNorm(layers, hidden, eps, context)
-        self.mlp_norm = StackedRMSNorm(layers, hidden, eps, context)
+        self.attention_norm = StackedNormWeights(layers, hidden, context)
+        self.mlp_norm = StackedNormWeights(layers, hidden, context)
         self.final_norm = context.param((hidden,), ("embed",), scale=0.0, mean=1.0)
         self.layers = nnx.List([DecoderLayer(config, num_kv_heads, i, context) for i in range(layers)])
 
@@ -104,14 +134,11 @@ class Decoder(nnx.Module):
         plans = self._plans(token_ids.shape[0], metadata)
         new_caches: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{i}"):
-                normal = self.attention_norm(hidden, i)
-                attended, kv_cache = layer.attention(
-                    normal, rope, kv_caches[i], metadata, plans[layer.attention.options]
-                )
-                hidden = hidden + attended
-                hidden = hidden + layer.mlp(self.mlp_norm(hidden, i))
-                hidden = self.context.constrain(hidden, ("tokens", "embed"))
+            norms = self.attention_norm.of(i), self.mlp_norm.of(i)
+            plan = plans[layer.attention.options]
+            hidden, kv_cache = _run_layer(
+                *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan
+            )
             new_caches.append(kv_cache)
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches
 
