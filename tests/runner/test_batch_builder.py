@@ -1,0 +1,133 @@
+"""Buckets, the packed buffer and the batch builder: what the host sends for each kind of step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.runner.batch_builder import BatchBuilder
+from jaxserve.runner.buckets import Bucket, BucketTable
+from jaxserve.runner.input_batch import InputBatch
+from jaxserve.runner.programs import StepVariant, step_variants
+from jaxserve.runner.step_layout import FROM_DEVICE
+from jaxserve.sampling.metadata import COLUMN
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import CachedRequestData, NewRequestData, SchedulerOutput
+
+pytestmark = pytest.mark.device
+
+S = 16
+BLOCK = 8
+
+
+@pytest.fixture
+def builder() -> BatchBuilder:
+    return BatchBuilder(BucketTable.build(64, S), BLOCK, S)
+
+
+@pytest.fixture
+def batch() -> InputBatch:
+    return InputBatch(S, vocab_size=100)
+
+
+def new_request(
+    request_id: str, token_ids: list[int], *, computed: int = 0, prompt: int | None = None, **params
+):
+    blocks = list(range(1, 2 + len(token_ids) // BLOCK))
+    return NewRequestData(
+        request_id, token_ids, prompt or len(token_ids), SamplingParams(temperature=0, **params), 7, [], [], [blocks],
+        computed,
+    )  # fmt: skip
+
+
+def step(scheduled: dict[str, int], decode: int, samples: set[str]) -> SchedulerOutput:
+    return SchedulerOutput(0, num_scheduled_tokens=scheduled, num_decode_rows=decode, samples=samples)
+
+
+def test_buckets_grow_by_powers_of_two():
+    table = BucketTable.build(100, 16)
+    assert [b.num_tokens for b in table.buckets] == [1, 8, 16, 32, 64, 100]
+    assert [b.num_rows for b in table.buckets] == [1, 8, 16, 16, 16, 16]
+    assert table.smallest(1, 1) == Bucket(1, 1)
+    assert table.smallest(9, 2) == Bucket(16, 16)
+    assert table.smallest(100, 16) == Bucket(100, 16)
+    with pytest.raises(ValueError, match="101"):
+        table.smallest(101, 1)
+    assert BucketTable.build(1, 1).buckets == (Bucket(1, 1),)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 8, 9, 512, 1000])
+def test_the_number_of_programs_is_linear(budget):
+    table = BucketTable.build(budget, min(budget, 64))
+    assert len(step_variants(table, specialise=False)) == len(table.buckets)
+    assert len(step_variants(table, specialise=True)) <= 3 * len(table.buckets)
+    assert StepVariant(table.buckets[-1]) in step_variants(table, specialise=True)
+
+
+def test_a_mixed_step(builder, batch):
+    batch.add(new_request("decoding", [5] * 9))
+    builder.build(batch, step({"decoding": 9}, 0, {"decoding"}))
+    batch.add(new_request("prompt", list(range(10, 30))))
+    built = builder.build(batch, step({"decoding": 1, "prompt": 12}, 1, {"decoding"}))
+    fields = builder.layouts[built.bucket].split(built.buffer)
+    assert built.bucket == Bucket(16, 16)
+    assert fields["token_ids"].tolist() == [FROM_DEVICE, *range(10, 22), 0, 0, 0]
+    assert fields["query_start_loc"].tolist() == [0, 1, 13] + [13] * 14
+    assert fields["num_computed_tokens"][:3].tolist() == [9, 0, 0]
+    assert fields["row_index"].tolist() == [0, 1] + [S] * 14
+    assert fields["distribution"].tolist() == [1, 1, 2]
+    sampling = fields["sampling"]
+    assert sampling[:, COLUMN["row_ids"]].tolist() == [0] + [S] * 15, "an unfinished prompt samples nothing"
+    assert sampling[0, COLUMN["positions"]] == 10
+    assert batch.num_computed_tokens[:2].tolist() == [10, 12], "advanced by what is scheduled, not by the pad"
+
+
+def test_a_resumed_request_sends_its_known_output_tokens(builder, batch):
+    batch.add(new_request("resumed", [1, 2, 3, 4, 5], prompt=3))
+    built = builder.build(batch, step({"resumed": 5}, 0, {"resumed"}))
+    fields = builder.layouts[built.bucket].split(built.buffer)
+    assert fields["token_ids"][:5].tolist() == [1, 2, 3, 4, 5]
+    assert fields["sampling"][0, COLUMN["positions"]] == 5
+
+
+def test_the_last_token_of_a_cached_prompt_is_known_to_the_host(builder, batch):
+    batch.add(new_request("cached", list(range(20, 37)), computed=16))
+    built = builder.build(batch, step({"cached": 1}, 1, {"cached"}))
+    assert built.bucket == Bucket(1, 1)
+    assert builder.layouts[built.bucket].split(built.buffer)["token_ids"].tolist() == [36]
+
+
+def test_patches_travel_once_and_overflow_goes_first(builder, batch):
+    layout = builder.layouts[Bucket(1, 1)]
+    many = layout.num_patches + 5
+    request = new_request("long", [1])
+    request.block_ids[0][:] = range(100, 100 + many)
+    batch.add(request)
+    built = builder.build(batch, step({"long": 1}, 1, {"long"}))
+    assert built.early_patches.columns == list(range(5))
+    fields = layout.split(built.buffer)
+    assert fields["patch_columns"].tolist() == list(range(5, many))
+    assert fields["patch_blocks"].tolist() == list(range(105, 100 + many))
+    batch.extend(CachedRequestData("long", [[7]], 1))
+    built = builder.build(batch, step({"long": 1}, 1, {"long"}))
+    fields = layout.split(built.buffer)
+    assert (fields["patch_rows"] < S).sum() == 1
+    assert (fields["patch_columns"][0], fields["patch_blocks"][0]) == (many, 7)
+
+
+def test_rows_are_reused_and_unknown_ids_ignored(batch):
+    first = batch.add(new_request("a", [1])).row
+    batch.remove("a")
+    batch.remove("a")
+    assert batch.add(new_request("b", [1])).row == first
+    assert len(batch.free_rows) == S - 1
+
+
+def test_padding_writes_and_samples_nothing(builder):
+    for bucket, layout in builder.layouts.items():
+        fields = layout.split(builder.padding(bucket))
+        assert (fields["query_start_loc"] == 0).all()
+        assert (fields["patch_rows"] == S).all()
+        assert (fields["sampling"][:, COLUMN["row_ids"]] == S).all()
+        assert sum(f.size for f in fields.values()) == layout.size
+        assert np.shares_memory(fields["token_ids"], builder.padding(bucket)) is False
