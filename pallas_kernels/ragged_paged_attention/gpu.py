@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
-from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig, DecodePlan, decode_attention, plan_decode
+from pallas_kernels.ragged_paged_attention.gpu_decode import (
+    DecodeConfig,
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+)
 from pallas_kernels.ragged_paged_attention.gpu_prefill import (
     PrefillConfig,
     PrefillPlan,
@@ -132,6 +137,7 @@ class GpuBackend:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
+        block_size: int | None = None,
     ) -> GpuPlan:
         """Cut one step's work, for every layer with these heads and this window.
 
@@ -141,10 +147,12 @@ class GpuBackend:
         Args:
             num_tokens: T of the step.
             num_heads, num_kv_heads, head_size: of the layer (on this device).
+            block_size: of its cache; None costs every decode kernel a microsecond or so as it starts.
         """
         decode = plan_decode(
             metadata,
             num_kv_heads=num_kv_heads,
+            block_size=block_size,
             sliding_window=options.sliding_window,
             num_sms=self._num_sms(),
             config=self._decode(head_size),
@@ -195,6 +203,7 @@ class GpuBackend:
                 num_heads=q.shape[1],
                 num_kv_heads=k.shape[1],
                 head_size=head_size,
+                block_size=kv_cache.shape[3],
             )
         if stored != head_size:
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - head_size))) for x in (q, k, v))
@@ -209,8 +218,8 @@ class GpuBackend:
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         cache = jax.new_ref(kv_cache)
         out = decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks, num_sms=self._num_sms(),
-            config=self._decode(q.shape[2]), interpret=self.interpret,
+            q, k, v, cache, metadata, plan.decode, options, sinks, config=self._decode(q.shape[2]),
+            interpret=self.interpret,
         )  # fmt: skip
         assert out is not None
         return out, jax.freeze(cache)
@@ -229,8 +238,8 @@ class GpuBackend:
         live = metadata.query_start_loc[-1:]
         kv_cache_update(cache, k, v, metadata.slot_mapping, live, num_sms=num_sms, interpret=self.interpret)
         decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks, num_sms=num_sms,
-            config=self._decode(head_size), out=out, interpret=self.interpret,
+            q, k, v, cache, metadata, plan.decode, options, sinks, config=self._decode(head_size),
+            out=out, interpret=self.interpret,
         )  # fmt: skip
         prefill_attention(
             q, cache, metadata, plan.prefill, options, sinks, out, num_sms=num_sms,

@@ -2,9 +2,10 @@
 
 Central ideas:
 
-* One persistent grid. ``plan_decode`` lays the live work out as one line of steps (``STEP`` keys each): rows in
-  order, in a row its KV heads in order, in a head its context in order. Every CTA (thread block) gets an equal stretch
-  of the line, so one long row and many short rows both fill the chip, and padding rows have no steps.
+* One persistent grid. ``plan_decode`` lays the live work out as one line of steps (``step`` keys each): rows in
+  order, in a row its context in order. Every group of CTAs (thread blocks) gets an equal stretch of the line, so one
+  long row and many short rows both fill the chip, and padding rows have no steps. A group has one CTA per KV head:
+  they walk the same blocks at the same time, which memory likes better than scattered reads.
 * A sequence (one row and KV head) is cut into chunks at absolute positions; the chunk size follows the row's own
   length only. A chunk is reduced on its own (online softmax) and chunks are folded in order, in float32, whether one
   CTA did them all or many did: a row's result does not depend on the rest of the batch. Stretches end at chunk
@@ -17,6 +18,7 @@ Central ideas:
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
 LOG2E = math.log2(math.e)
 
-MERGE = 4
+MERGE = 5
 """Partial results loaded at a time when a sequence is merged."""
 
 
@@ -62,11 +64,9 @@ class DecodePlan:
 
     Args:
         rows: [R, 4] int32: length, first step, one past the last step, steps per chunk.
-        stretches: [CTAs, 8] int32: row, KV head and step where the stretch begins, its number of steps, the CTA in
-            which its first sequence begins, one past the last sequence's last step in this stretch, the number of
-            rows that decode, of rows that live.
-        counters: [CTAs] int32, or a reference to it: steps done of the sequence that begins in one CTA and ends in
-            another. Zero before and after every call.
+        stretches: [groups, ...] int32, see ``Stretch``; what a CTA needs to start, in one place.
+        counters: [groups * K] int32, or a reference to it: steps done of the sequence that begins in one CTA and
+            ends in another. Zero before and after every call.
     """
 
     rows: jax.Array
@@ -74,48 +74,88 @@ class DecodePlan:
     counters: Any
 
 
+class Stretch(enum.IntEnum):
+    """Columns of a stretch. A sequence is a row's context under one KV head."""
+
+    ROW = 0
+    STEP = 1
+    """Where it begins."""
+    COUNT = 2
+    """Its number of steps."""
+    BEGINS_IN = 3
+    """The group in which its first sequence begins."""
+    LAST_STOP = 4
+    """One past the step at which its last sequence is left."""
+    DECODE_ROWS = 5
+    LIVE_ROWS = 6
+    FIRST_ROW = 8
+    """Four columns: its first row's entry of ``rows``."""
+    BLOCKS = 12
+    """Block ids of the ``stages`` steps that are loaded before anything else, ``blocks_per_step`` for each, if any."""
+
+
+def blocks_per_step(step: int, block_size: int) -> int:
+    """KV blocks, or parts of one, in a step."""
+    return max(step // block_size, 1)
+
+
 def plan_decode(
-    metadata: AttentionMetadata, *, num_kv_heads: int, sliding_window: int | None, num_sms: int, config: DecodeConfig
-) -> DecodePlan:
-    """Cut the decoding rows' work into one stretch per CTA, on the device."""
-    num_rows = metadata.seq_lens.shape[0]
-    num_ctas = num_sms * config.ctas_per_sm
-    decode_rows = metadata.distribution[0]
+    metadata: AttentionMetadata, *, num_kv_heads: int, block_size: int | None, sliding_window: int | None,
+    num_sms: int, config: DecodeConfig,
+) -> DecodePlan:  # fmt: skip
+    """Cut the decoding rows' work into one stretch per group of CTAs, on the device.
+
+    Args:
+        block_size: of the cache; None leaves the block ids out of the stretches, which costs the kernel a round trip
+            to memory as it starts.
+    """
+    num_rows, width = metadata.block_tables.shape
+    num_groups = max(num_sms * config.ctas_per_sm // num_kv_heads, 1)
+    decode_rows, live_rows = metadata.distribution[0], metadata.distribution[2]
     length = jnp.where(jnp.arange(num_rows) < decode_rows, metadata.seq_lens, 0)
-    first = jnp.zeros_like(length) if sliding_window is None else jnp.maximum(length - sliding_window, 0) // config.step
+    first = jnp.zeros_like(length)
+    if sliding_window is not None:
+        first = jnp.maximum(length - sliding_window, 0) // config.step
     last = pl.cdiv(length, config.step)
     steps = last - first
     chunk = jnp.maximum(config.min_chunk, _next_power_of_two(pl.cdiv(steps, config.max_chunks)))
-    ends = jnp.cumsum(steps * num_kv_heads, dtype=jnp.int32)
+    rows = jnp.stack([length, first, last, chunk], -1)
+    ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
 
     def locate(at):
-        """Row, head and step (from the sequence's first) of a place on the line."""
-        row = jnp.minimum(jnp.searchsorted(ends, at, side="right", method="compare_all"), num_rows - 1)
-        row = row.astype(jnp.int32)
-        per_head = jnp.maximum(steps[row], 1)
-        rest = at - (ends[row] - steps[row] * num_kv_heads)
-        return row, rest // per_head, rest % per_head
+        """Row and step (from the row's first) of a place on the line."""
+        row = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
+        row = jnp.minimum(row, num_rows - 1)
+        return row, at - (ends[row] - steps[row])
 
-    index = jnp.arange(num_ctas + 1, dtype=jnp.int32)
-    border = (total // num_ctas) * index + (total % num_ctas) * index // num_ctas
-    row, _, step = locate(border)
+    # With little to do, no more groups than chunks, or one CTA per multiprocessor: the first CTAs are on different ones.
+    sharing = jnp.clip(jnp.sum(pl.cdiv(steps, chunk)), min(max(num_sms // num_kv_heads, 1), num_groups), num_groups)
+    index = jnp.minimum(jnp.arange(num_groups + 1, dtype=jnp.int32), sharing)
+    border = (total // sharing) * index + (total % sharing) * index // sharing
+    row, step = locate(border)
     begin = first[row] + step
     rounded = jnp.minimum(pl.cdiv(begin, chunk[row]) * chunk[row], last[row])
     border = jnp.where((step == 0) | (border >= total), border, border + rounded - begin)
-    row, head, step = locate(border)
-    sequence_begins = border - step
-    begins_in = jnp.searchsorted(border[:-1], sequence_begins, side="right", method="compare_all") - 1
-    last_row, _, last_step = locate(jnp.maximum(border[1:] - 1, 0))
-    row, head, step = row[:-1], head[:-1], step[:-1]
+    row, step = locate(border)
+    begins_in = jnp.searchsorted(border[:-1], border - step, side="right", method="compare_all") - 1
+    last_row, last_step = locate(jnp.maximum(border[1:] - 1, 0))
+    row, step, begins_in = row[:-1], step[:-1], begins_in[:-1]
     fields = (
-        row, head, first[row] + step, border[1:] - border[:-1], begins_in[:-1], first[last_row] + last_step + 1,
-        jnp.full_like(row, decode_rows), jnp.full_like(row, metadata.distribution[2]),
+        row, first[row] + step, border[1:] - border[:-1], begins_in, first[last_row] + last_step + 1,
+        jnp.full_like(row, decode_rows), jnp.full_like(row, live_rows), jnp.zeros_like(row),
     )  # fmt: skip
+    stretches = jnp.concatenate([jnp.stack(fields, -1), rows[row]], axis=1)
+    if block_size is not None:
+        at_row, at_step = locate(border[:-1, None] + jnp.arange(config.stages, dtype=jnp.int32))
+        at = (first[at_row] + at_step)[..., None] * config.step
+        at = at + jnp.arange(blocks_per_step(config.step, block_size)) * block_size
+        early = metadata.block_tables[at_row[..., None], jnp.minimum(at // block_size, width - 1)]
+        stretches = jnp.concatenate([stretches, early.reshape(num_groups, -1)], axis=1)
     return DecodePlan(
-        rows=jnp.stack([length, first, last, chunk], -1),
-        stretches=jnp.stack(fields, -1).astype(jnp.int32),
-        counters=jnp.zeros(num_ctas, jnp.int32),
+        rows=rows,
+        stretches=stretches.astype(jnp.int32),
+        counters=jnp.zeros(num_groups * num_kv_heads, jnp.int32),
     )
 
 
@@ -125,7 +165,7 @@ def _next_power_of_two(x: jax.Array) -> jax.Array:
 
 def decode_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: Any, metadata: AttentionMetadata, plan: DecodePlan,
-    options: AttentionOptions, sinks: jax.Array | None, *, num_sms: int, config: DecodeConfig, out: Any = None,
+    options: AttentionOptions, sinks: jax.Array | None, *, config: DecodeConfig, out: Any = None,
     interpret: Any = None,
 ) -> jax.Array | None:
     """Write the decoding rows' new keys and values into ``kv_cache`` and attend.
@@ -149,10 +189,10 @@ def decode_attention(
     group = num_heads // num_kv_heads
     columns = 8 * pl.cdiv(group, 8)
     case = _Case(
-        config, options, num_sms, group, columns, head_size, block_size, writes_all_rows=out is None,
+        config, options, group, columns, head_size, block_size, writes_all_rows=out is None,
         has_sinks=sinks is not None, atomic=interpret is None,
     )  # fmt: skip
-    ctas = num_sms * config.ctas_per_sm
+    ctas = plan.stretches.shape[0] * num_kv_heads
     slots = ctas * (config.max_chunks + 1)
     partials = (
         jax.ShapeDtypeStruct((slots, head_size, columns), jnp.float32),
@@ -183,7 +223,6 @@ class _Case:
 
     config: DecodeConfig
     options: AttentionOptions
-    num_sms: int
     group: int
     columns: int
     head_size: int
@@ -198,7 +237,7 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
 
     columns, head_size, step, stages = case.columns, case.head_size, case.config.step, case.config.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    copies = 2 * max(step // case.block_size, 1)
+    copies = 2 * blocks_per_step(step, case.block_size)
     return dict(
         q_in=plgpu.SMEM((stages + 1, columns, head_size), dtype),
         q_s=plgpu.SMEM((columns, head_size), dtype, transforms=tiled),
@@ -242,34 +281,35 @@ def _kernel_body(case: _Case):
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
         counters, cache, out, part, stat = refs
         num_rows, num_kv_heads, table_width = rows.shape[0], cache.shape[2], tables.shape[1]
-        num_ctas = case.num_sms * config.ctas_per_sm
-        # Neighbours on the line share a multiprocessor: thread blocks are handed out to all of them in turn.
-        cta = lax.axis_index("cta")
-        me = lax.rem(cta, case.num_sms) * config.ctas_per_sm + lax.div(cta, case.num_sms)
+        num_groups = stretches.shape[0]
+        me, head = lax.div(lax.axis_index("cta"), num_kv_heads), lax.rem(lax.axis_index("cta"), num_kv_heads)
+        per_step = blocks_per_step(step_size, block_size)
 
-        def load_tile(row, head, step, slot):
+        def block_ids(row, step):
+            """The KV blocks of a step; which may lie past the row's end, where nobody looks at them."""
+            at = lax.div(step * step_size, block_size)
+            return tuple(tables[row, jnp.minimum(at + i, table_width - 1)] for i in range(per_step))
+
+        def load_tile(blocks, step, length, slot):
             """Start the copies of one step's keys and values."""
             if block_size >= step_size:
-                at = step * step_size
-                block = tables[row, lax.div(at, block_size)]
-                inside = pl.ds(pl.multiple_of(lax.rem(at, block_size), step_size), step_size)
-                plgpu.copy_gmem_to_smem(cache.at[0, block, head, inside], k_s.at[slot], kv_full.at[slot])
-                plgpu.copy_gmem_to_smem(cache.at[1, block, head, inside], v_s.at[slot], kv_full.at[slot])
+                at = lax.rem(step * step_size, block_size)
+                inside = pl.ds(pl.multiple_of(at, step_size), step_size)
+                for half, buffer in enumerate((k_s, v_s)):
+                    plgpu.copy_gmem_to_smem(
+                        cache.at[half, blocks[0], head, inside], buffer.at[slot], kv_full.at[slot]
+                    )
                 return
-            per_step = step_size // block_size
-            length = rows[row, 0]
-            for i in range(per_step):
-                logical = step * per_step + i
-                part_of_slot = pl.ds(i * block_size, block_size)
+            for i, block in enumerate(blocks):
+                target = pl.ds(i * block_size, block_size)
                 # Beyond the row's end nothing is read; what is left in the slot is masked and zeroed.
-                inside = logical * block_size < length
-                block = tables[row, jnp.minimum(logical, table_width - 1)]
+                inside = step * step_size + i * block_size < length
 
                 @pl.when(inside)
-                def _copy(block=block, part_of_slot=part_of_slot):
-                    for kv, buffer in enumerate((k_s, v_s)):
+                def _copy(block=block, target=target):
+                    for half, buffer in enumerate((k_s, v_s)):
                         plgpu.copy_gmem_to_smem(
-                            cache.at[kv, block, head], buffer.at[slot, part_of_slot], kv_full.at[slot]
+                            cache.at[half, block, head], buffer.at[slot, target], kv_full.at[slot]
                         )
 
                 @pl.when(jnp.logical_not(inside))
@@ -277,13 +317,16 @@ def _kernel_body(case: _Case):
                     plgpu.barrier_arrive(kv_full.at[slot])
                     plgpu.barrier_arrive(kv_full.at[slot])
 
-        def prefetch(ahead, slot):
-            """Start loading the step that ``ahead`` points at, if any, and advance it."""
-            row, head, step, last, left, piece, fresh = ahead
+        def prefetch(ahead, slot, blocks=None):
+            """Start loading the step that ``ahead`` points at, if any, and advance it.
+
+            Its block ids were read a step ago; those of the next one are read now, so that nobody waits for them.
+            """
+            row, step, length, last, left, piece, fresh, ids = ahead
 
             @pl.when(left > 0)
             def _load():
-                load_tile(row, head, step, slot)
+                load_tile(ids if blocks is None else blocks, step, length, slot)
 
                 @pl.when(fresh == 1)
                 def _query():
@@ -297,15 +340,13 @@ def _kernel_body(case: _Case):
                         plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
 
             ends = step + 1 == last
-            head = jnp.where(ends, head + 1, head)
-            wraps = head == num_kv_heads
-            row = jnp.minimum(jnp.where(wraps, row + 1, row), num_rows - 1)
-            head = jnp.where(wraps, 0, head)
-            step = jnp.where(ends, rows[row, 1], step + 1)
+            row = jnp.minimum(row + ends.astype(jnp.int32), num_rows - 1)
+            first = 0 if window is None else rows[row, 1]
+            step = jnp.where(ends, first, step + 1)
             fresh = ends.astype(jnp.int32)
-            return row, head, step, rows[row, 2], left - 1, piece + fresh, fresh
+            return row, step, rows[row, 0], rows[row, 2], left - 1, piece + fresh, fresh, block_ids(row, step)
 
-        def patch(slot, row, head, step, piece, first, last, length):
+        def patch(slot, row, step, piece, last, length):
             """Put the new token into the loaded tile, zero its masked values, and write the token to the cache."""
             side = lax.rem(piece, sides)
             is_last = step == last - 1
@@ -375,30 +416,32 @@ def _kernel_body(case: _Case):
 
         def fill_other_rows(decode_rows, live_rows):
             def one_row(turn, _):
-                row = decode_rows + me + turn * num_ctas
+                row = decode_rows + me + turn * num_groups
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 value = jnp.where(row < live_rows, jnp.float32(jnp.nan), jnp.float32(0.0))
                 store(out_s.T, (tile(head_size, 0.0) + value).astype(out_s.dtype))
                 plgpu.commit_smem()
-                for head in range(num_kv_heads):
-                    target = out.at[row, pl.ds(head * group, group)]
-                    plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], target)
+                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
 
-            lax.fori_loop(0, pl.cdiv(num_rows - decode_rows - me, num_ctas), one_row, None)
+            lax.fori_loop(0, pl.cdiv(num_rows - decode_rows - me, num_groups), one_row, None)
 
-        def finish(row, head, state):
+        def finish(row, state):
             _, total, acc = state
-            store(out_s.T, (acc / over_rows(total, head_size)).astype(out_s.dtype))
+            store(out_s.T, (acc * over_rows(1.0 / total, head_size)).astype(out_s.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
 
         def one_piece(carry):
-            row, head, step, left, piece, done, ahead = carry
-            length, first, last, chunk = (rows[row, i] for i in range(4))
+            row, step, left, piece, done, ahead, (length, first, last, chunk) = carry
             stop = jnp.minimum(last, step + left)
             starts, ends = step == first, stop == last
-            begins_in = jnp.where(starts, me, stretches[me, 4])
-            slot_of = lambda at: begins_in * (config.max_chunks + 1) + lax.div(at, chunk) - lax.div(first, chunk)
+            begins_in = jnp.where(starts, me, stretches[me, Stretch.BEGINS_IN])
+            counter = begins_in * num_kv_heads + head
+
+            def slot_of(at):
+                """Where the chunk that step ``at`` belongs to is left for whoever merges the sequence."""
+                return counter * (config.max_chunks + 1) + lax.div(at, chunk) - lax.div(first, chunk)
+
             side = lax.rem(piece, sides)
             plgpu.barrier_wait(q_full.at[side])
             # Rows of q_in past the group hold anything: their columns are computed and dropped.
@@ -417,7 +460,7 @@ def _kernel_body(case: _Case):
                 needs_patch = at == last - 1
                 if window is not None:
                     needs_patch |= at == first
-                pl.when(needs_patch)(lambda: patch(slot, row, head, at, piece, first, last, length))
+                pl.when(needs_patch)(lambda: patch(slot, row, at, piece, last, length))
 
                 def scores(acc_ref):
                     plgpu.wgmma(acc_ref, k_s.at[slot], q_s.T)
@@ -462,36 +505,39 @@ def _kernel_body(case: _Case):
 
             @pl.when(starts & ends)
             def _whole():
-                finish(row, head, state)
+                finish(row, state)
 
             @pl.when(jnp.logical_not(starts & ends))
             def _shared():
                 pl.when(starts)(lambda: store_partial(slot_of(stop - 1), state))
                 plgpu.wait_smem_to_gmem(0)
-                before = add_and_fetch(counters.at[pl.ds(begins_in, 1)], count_s, stop - step, atomic=case.atomic)
+                before = add_and_fetch(counters.at[pl.ds(counter, 1)], count_s, stop - step, atomic=case.atomic)
 
                 @pl.when(before + stop - step == last - first)
                 def _merge():
-                    counters[begins_in] = jnp.int32(0)
+                    counters[counter] = jnp.int32(0)
                     # The first CTA folded its own chunks and left the result in the slot of the last of them.
-                    folded = slot_of(stretches[begins_in, 5] - 1)
-                    finish(row, head, merge(folded, slot_of(last - 1)))
+                    folded = slot_of(stretches[begins_in, Stretch.LAST_STOP] - 1)
+                    finish(row, merge(folded, slot_of(last - 1)))
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            next_head = jnp.where(ends, head + 1, head)
-            wraps = next_head == num_kv_heads
-            next_row = jnp.minimum(row + wraps.astype(jnp.int32), num_rows - 1)
-            next_head = jnp.where(wraps, 0, next_head)
-            return next_row, next_head, rows[next_row, 1], left - (stop - step), piece + 1, done, ahead
+            next_row = jnp.minimum(row + 1, num_rows - 1)
+            info = tuple(rows[next_row, i] for i in range(4))
+            return next_row, info[1], left - (stop - step), piece + 1, done, ahead, info
 
-        row, head, step, left = (stretches[me, i] for i in range(4))
-        ahead = row, head, step, rows[row, 2], left, jnp.int32(0), jnp.int32(1)
-        for slot in range(stages):
-            ahead = prefetch(ahead, slot)
+        row, step, left = (stretches[me, column] for column in (Stretch.ROW, Stretch.STEP, Stretch.COUNT))
+        info = tuple(stretches[me, Stretch.FIRST_ROW + i] for i in range(4))
         zero = jnp.int32(0)
-        lax.while_loop(lambda carry: carry[3] > 0, one_piece, (row, head, step, left, zero, zero, ahead))
+        has_blocks = stretches.shape[1] > Stretch.BLOCKS
+        ids = (zero,) * per_step if has_blocks else block_ids(row, step)
+        ahead = row, step, info[0], info[2], left, zero, jnp.int32(1), ids
+        for slot in range(stages):
+            column = Stretch.BLOCKS + slot * per_step
+            early = tuple(stretches[me, column + i] for i in range(per_step)) if has_blocks else None
+            ahead = prefetch(ahead, slot, early)
+        lax.while_loop(lambda carry: carry[2] > 0, one_piece, (row, step, left, zero, zero, ahead, info))
         if case.writes_all_rows:
-            fill_other_rows(stretches[me, 6], stretches[me, 7])
+            fill_other_rows(stretches[me, Stretch.DECODE_ROWS], stretches[me, Stretch.LIVE_ROWS])
         plgpu.wait_smem_to_gmem(0)
 
     return paged_decode

@@ -51,8 +51,13 @@ class PrefillConfig:
 
     step: int = 128
     stages: int = 2
-    consumer_registers: int = 232
-    producer_registers: int = 40
+    consumer_registers: int = 216
+    producer_registers: int = 72
+
+    def __post_init__(self) -> None:
+        # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
+        if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
+            raise ValueError(f"{self} gives out more registers than a CTA has")
 
 
 @dataclass(frozen=True)
@@ -245,18 +250,40 @@ def _kernel_body(
                 head = j if shape.splits_tokens else consumer * shape.heads + j
                 yield pl.ds(j * shape.tokens, shape.tokens), first, kv_head * group + head, head
 
-        def load(cache_half, buffer, full, slot, row, kv_head, step):
+        per_step = max(step_size // block_size, 1)
+
+        def block_ids(row, step):
+            at = lax.div(step * step_size, block_size)
+            return [tables[row, jnp.minimum(at + i, table_width - 1)] for i in range(per_step)]
+
+        def load(half, buffer, full, slot, blocks, kv_head, step):
             if block_size >= step_size:
-                at = step * step_size
-                block = tables[row, lax.div(at, block_size)]
-                inside = pl.ds(pl.multiple_of(lax.rem(at, block_size), step_size), step_size)
-                plgpu.copy_gmem_to_smem(cache.at[cache_half, block, kv_head, inside], buffer.at[slot], full)
+                at = lax.rem(step * step_size, block_size)
+                inside = pl.ds(pl.multiple_of(at, step_size), step_size)
+                plgpu.copy_gmem_to_smem(cache.at[half, blocks[0], kv_head, inside], buffer.at[slot], full)
                 return
-            per_step = step_size // block_size
-            for i in range(per_step):
-                block = tables[row, jnp.minimum(step * per_step + i, table_width - 1)]
+            for i, block in enumerate(blocks):
                 target = buffer.at[slot, pl.ds(i * block_size, block_size)]
-                plgpu.copy_gmem_to_smem(cache.at[cache_half, block, kv_head], target, full)
+                plgpu.copy_gmem_to_smem(cache.at[half, block, kv_head], target, full)
+
+        def load_queries(i):
+            """Bring the i-th item's queries in, by way of registers: their tokens begin anywhere, and the copy engine
+            writes swizzled tiles only from rows that are multiples of 8."""
+            tile, kv_head = item(i)
+            buffer = lax.rem(i, query_buffers)
+            pl.when(i >= query_buffers)(lambda: plgpu.barrier_wait(q_free.at[buffer]))
+            layout = copy_layout(shape.tokens, head_size)
+            for consumer in range(CONSUMERS):
+                loaded = []  # all of them before the first is stored: one round trip to memory
+                for rows, first, head, index in tile_rows(tile, kv_head, consumer):
+                    if isinstance(index, int) and index >= group:
+                        continue
+                    source = q.at[pl.ds(first, shape.tokens), head]
+                    loaded.append((rows, plgpu.load(source, layout=layout, optimized=False)))
+                for rows, value in loaded:
+                    q_s[buffer, consumer, rows] = value
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(q_full.at[buffer])
 
         def zero_padding():
             lines = row_s.at[warpgroup]
@@ -291,28 +318,26 @@ def _kernel_body(
         def _producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
 
+            ahead = query_buffers > 1
+            if ahead:
+                pl.when(num_own > 0)(lambda: load_queries(jnp.int32(0)))
+
             def one_item(i, done):
+                if not ahead:
+                    load_queries(i)
                 tile, kv_head = item(i)
-                buffer = lax.rem(i, query_buffers)
-                pl.when(i >= query_buffers)(lambda: plgpu.barrier_wait(q_free.at[buffer]))
-                layout = copy_layout(shape.tokens, head_size)
-                for consumer in range(CONSUMERS):
-                    for rows, first, head, index in tile_rows(tile, kv_head, consumer):
-                        if isinstance(index, int) and index >= group:
-                            continue
-                        source = q.at[pl.ds(first, shape.tokens), head]
-                        q_s[buffer, consumer, rows] = plgpu.load(source, layout=layout, optimized=False)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(q_full.at[buffer])
                 row, begin, end = tiles[tile, 0], tiles[tile, 5], tiles[tile, 7]
                 length = lengths[row]
                 oldest = 0 if window is None else tiles[tile, 4] - window + 1
+                # By the third step's load the item before is done with, hence the other query buffer is free.
+                queries_at = jnp.where(i + 1 < num_own, jnp.minimum(begin + 2, end - 1), -1)
 
                 def one_step(step, _):
                     count = done + step - begin
                     slot = lax.rem(count, stages)
+                    blocks = block_ids(row, step)
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-                    load(0, k_s, k_full.at[slot], slot, row, kv_head, step)
+                    load(0, k_s, k_full.at[slot], slot, blocks, kv_head, step)
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
                     unseen = (step + 1) * step_size > length
                     if window is not None:
@@ -320,15 +345,18 @@ def _kernel_body(
 
                     @pl.when(jnp.logical_not(unseen))
                     def _values():
-                        load(1, v_s, v_full.at[slot], slot, row, kv_head, step)
+                        load(1, v_s, v_full.at[slot], slot, blocks, kv_head, step)
 
                     @pl.when(unseen)
                     def _some_values():
-                        load(1, v_s, v_edge, slot, row, kv_head, step)
+                        load(1, v_s, v_edge, slot, blocks, kv_head, step)
                         plgpu.barrier_wait(v_edge)
                         zero_unseen_values(slot, step * step_size, oldest, length)
-                        for _ in range(max(step_size // block_size, 1)):  # the arrivals which the copies would make
+                        for _ in range(per_step):  # the arrivals which the copies would make
                             plgpu.barrier_arrive(v_full.at[slot])
+
+                    if ahead:
+                        pl.when(step == queries_at)(lambda: load_queries(i + 1))
 
                 lax.fori_loop(begin, end, one_step, None)
                 return done + end - begin
@@ -484,7 +512,7 @@ def _kernel_body(
                 acc, _, total = lax.fori_loop(unmasked_end, end, lambda s, c: one_step(s, c, masked=True), carry)
                 if in_step_at_ends:
                     pl.when(warpgroup == 0)(take_turn)
-                store_tile(tile, kv_head, buffer, acc / over_columns(total, head_size))
+                store_tile(tile, kv_head, buffer, acc * over_columns(1.0 / total, head_size))
                 plgpu.barrier_arrive(q_free.at[buffer])
                 return done + end - begin
 
