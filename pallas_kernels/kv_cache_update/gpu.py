@@ -43,7 +43,7 @@ def kv_cache_update(
         turns = pl.cdiv(jnp.maximum(live - cta * batch, 0), num_ctas * batch)
 
         def first_token(turn):
-            # The last batch begins early rather than end past the array: some tokens are then written twice.
+            # The last batch is loaded from earlier on rather than past the array's end.
             return jnp.minimum((cta + turn * num_ctas) * batch, num_tokens - batch)
 
         def load(turn):
@@ -66,8 +66,9 @@ def kv_cache_update(
             for i in range(batch):
                 token = first_token(turn) + i
                 slot = slot_mapping[token]
+                ours = (token >= (cta + turn * num_ctas) * batch) & (token < live)
 
-                @pl.when((token < live) & (slot >= 0) & (slot < num_blocks * block_size))
+                @pl.when(ours & (slot >= 0) & (slot < num_blocks * block_size))
                 def _write(i=i, slot=slot):
                     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
                     for half in range(2):

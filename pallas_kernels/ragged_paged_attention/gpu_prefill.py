@@ -328,7 +328,8 @@ def _kernel_body(
                 tile, kv_head = item(i)
                 row, begin, end = tiles[tile, 0], tiles[tile, 5], tiles[tile, 7]
                 length = lengths[row]
-                oldest = 0 if window is None else tiles[tile, 4] - window + 1
+                # What the tile's first token of this row sees; tokens before it are other rows', and dropped.
+                oldest = 0 if window is None else tiles[tile, 4] + tiles[tile, 2] - window + 1
                 # By the third step's load the item before is done with, hence the other query buffer is free.
                 queries_at = jnp.where(i + 1 < num_own, jnp.minimum(begin + 2, end - 1), -1)
 

@@ -1,0 +1,37 @@
+"""The Hopper cache write against the oracle, interpreted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_interpreter import needs_mosaic_gpu, run, strict, unexpected_races
+
+from pallas_kernels.kv_cache_update import gpu, reference
+
+pytestmark = [pytest.mark.device, needs_mosaic_gpu]
+
+
+@pytest.mark.parametrize("live,num_tokens", [(0, 3), (1, 1), (5, 5), (21, 32), (50, 50)])
+def test_writes_live_tokens_and_nothing_else(live, num_tokens, capsys):
+    rng = np.random.default_rng(live)
+    num_blocks, kv_heads, block_size, head_size = 9, 2, 8, 64
+    cache = jnp.full((2, num_blocks, kv_heads, block_size, head_size), jnp.nan, jnp.bfloat16)
+    k, v = (jnp.asarray(rng.standard_normal((num_tokens, kv_heads, head_size)), jnp.bfloat16) for _ in "kv")
+    slots = rng.permutation(num_blocks * block_size)[:num_tokens].astype(np.int32)
+    slots[live:] = num_blocks * block_size
+    if live > 3:
+        slots[2] = -1  # dropped, though among live ones
+    k, v = (x.at[live:].set(jnp.nan) for x in (k, v))
+
+    def write(cache, k, v, slots, live):
+        ref = jax.new_ref(cache)
+        gpu.kv_cache_update(ref, k, v, slots, live, num_sms=1, interpret=strict())
+        return jax.freeze(ref)
+
+    written = run(write, cache, k, v, jnp.asarray(slots), jnp.asarray([live], jnp.int32))
+    slots[slots < 0] = num_blocks * block_size
+    expected = reference.kv_cache_update(cache, k, v, jnp.asarray(slots))
+    np.testing.assert_array_equal(np.asarray(written, np.float32), np.asarray(expected, np.float32))
+    assert not unexpected_races(capsys.readouterr().out)

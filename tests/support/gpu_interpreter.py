@@ -1,0 +1,44 @@
+"""Running the Hopper kernels on a CPU: strict interpreter settings, and which races it saw."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+
+MOSAIC_GPU = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
+"""Whether this JAX can lower and interpret the kernels."""
+
+needs_mosaic_gpu = pytest.mark.skipif(not MOSAIC_GPU, reason="Mosaic GPU's interpreter needs jax >= 0.11")
+
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+"""Compiling what interprets a kernel takes longer than running it."""
+
+ACROSS_CTAS = ("add_and_fetch", "store_partial", "load_partial", "_merge")
+"""Functions ordered by an atomic counter, which the interpreter does not know: it runs one CTA after another."""
+
+
+def strict() -> Any:
+    """Races detected, reads out of bounds raise, fresh memory is NaN. Needs several CPU devices, hence threads."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+
+
+def unexpected_races(output: str) -> list[str]:
+    """Races in what the interpreter printed, but for those an atomic counter orders."""
+    races = re.findall(r"RACE DETECTED\n(.*?)\n\n", output + "\n\n", flags=re.DOTALL)
+    return [race for race in races if not all(_ordered(line) for line in race.splitlines() if " of " in line)]
+
+
+def _ordered(access: str) -> bool:
+    return any(f"{name})" in access or f"{name}.<locals>" in access for name in ACROSS_CTAS)
+
+
+def run(function: Any, *args: Any) -> Any:
+    """``function(*args)`` jitted, compiled quickly."""
+    return jax.jit(function).lower(*args).compile(COMPILER_OPTIONS)(*args)
