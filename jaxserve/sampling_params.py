@@ -19,6 +19,8 @@ MAX_LOGIT_BIAS = 1024
 """Entries of ``logit_bias`` a request may carry: the width of the device's bias table."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
+MAX_STRING_LENGTH = 1024
+"""Characters of a stop string or bad word."""
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
@@ -206,8 +208,12 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
 def _check_float(
     name: str, value: object, low: float, high: float, *, exclude_low: bool = False, param: str | None = None
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}.", param=param or name)
+    # Integers may be larger than any float: isfinite would overflow.
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not -1e300 < value < 1e300:
+        raise InvalidRequestError(
+            f"{name} must be a finite number, got {str(value)[:40]}.", param=param or name
+        )
     if value < low or value > high or (exclude_low and value == low):
         bound = f"{'(' if exclude_low else '['}{low}, {high}]"
         raise InvalidRequestError(f"{name} must be in {bound}, got {value}.", param=param or name)
@@ -229,6 +235,12 @@ def _check_strings(name: str, values: object, limit: int) -> Sequence[str]:
         )
     if any(not v for v in values):
         raise InvalidRequestError(f"{name} holds an empty string.", param=name)
+    longest = max(map(len, values), default=0)
+    if longest > MAX_STRING_LENGTH:
+        raise InvalidRequestError(
+            f"{name} holds a string of {longest} characters; at most {MAX_STRING_LENGTH} are allowed.",
+            param=name,
+        )
     return values
 
 

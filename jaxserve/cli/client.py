@@ -82,8 +82,11 @@ def connected(arguments: argparse.Namespace) -> Generator[Client, None, None]:
     key = arguments.api_key or next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    url = arguments.url.rstrip("/")
+    if url.count("/") == 2:  # a bare address: the API lives below /v1
+        url += "/v1"
     try:
-        with httpx.Client(base_url=arguments.url.rstrip("/") + "/", headers=headers, timeout=timeout) as http:
+        with httpx.Client(base_url=url + "/", headers=headers, timeout=timeout) as http:
             yield Client(http, arguments.model_name, arguments.max_tokens)
     except httpx.ConnectError:
         raise ServerError(

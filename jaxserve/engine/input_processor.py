@@ -197,6 +197,13 @@ class InputProcessor:
     def _finish(self, draft: _Draft) -> ProcessedRequest:
         params = draft.params
         token_ids = self._check_length(self._truncate(draft.token_ids, params), params)
+        room = self.max_model_len - len(token_ids)
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens.",
+                param="min_tokens",
+            )
+        self._check_contradictions(params, draft.bad_words)
         return ProcessedRequest(
             request_id=draft.request_id,
             prompt=draft.text,
@@ -300,6 +307,24 @@ class InputProcessor:
         for form in forms:
             self._check_vocabulary("bad_words", form)
         return [list(form) for form in forms]
+
+    def _check_contradictions(self, params: SamplingParams, bad_words: list[list[int]]) -> None:
+        """Refuse restrictions that leave nothing to sample."""
+        if params.allowed_token_ids is None:
+            return
+        allowed = set(params.allowed_token_ids)
+        if allowed <= {form[0] for form in bad_words if len(form) == 1}:
+            raise InvalidRequestError(
+                "bad_words forbids every one of the allowed_token_ids: nothing could be sampled.",
+                param="bad_words",
+            )
+        stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
+        if params.min_tokens and allowed <= stops:
+            raise InvalidRequestError(
+                "min_tokens forbids every one of the allowed_token_ids (they all end the request): nothing could be "
+                "sampled.",
+                param="min_tokens",
+            )
 
     # --- the prompt ----------------------------------------------------------------------------------------
 

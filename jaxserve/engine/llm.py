@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.factory import create_core
 from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
+from jaxserve.engine.input_processor import ProcessedRequest
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.engine.protocol import Prompt
 from jaxserve.errors import EngineDeadError, InvalidRequestError
@@ -44,6 +49,7 @@ class LLM:
         self._inputs = self._front.input_processor(self._config, self._core.info)
         self._outputs = OutputProcessor(self._front.tokenizer)
         self._counter = itertools.count()
+        self._lock = threading.RLock()
         self._closed = False
 
     def generate(
@@ -85,16 +91,24 @@ class LLM:
         for request in requests:
             check_fits(request, self._core.info)
         ids = [request.request_id for request in requests]
+        with self._lock, _interrupts_between_steps() as check_interrupt:
+            finished = self._run_all(requests, use_tqdm, check_interrupt)
+        return [finished[request_id] for request_id in ids]
+
+    def _run_all(
+        self, requests: list[ProcessedRequest], use_tqdm: bool, check_interrupt: Callable[[], None]
+    ) -> dict[str, RequestOutput]:
+        """Admit and run; whatever ends it early aborts what still runs."""
+        ids = [request.request_id for request in requests]
         try:
             for request in requests:
                 self._outputs.add_request(request)
                 for core_request in request.core_requests:
                     self._core.add_request(core_request)
-            finished = self._run(len(requests), use_tqdm)
+            return self._run(len(requests), use_tqdm, check_interrupt)
         except BaseException:  # KeyboardInterrupt too: the engine stays usable
             self._core.abort(self._outputs.abort_requests(ids))
             raise
-        return [finished[request_id] for request_id in ids]
 
     def chat(
         self,
@@ -143,14 +157,16 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self._core.reset_prefix_cache()
+        with self._lock:
+            self._core.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the device's memory; the LLM cannot be used afterwards. Callable twice."""
-        if not self._closed:
-            self._closed = True
-            self._core.close()
-            self._inputs.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._core.close()
+                self._inputs.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -164,7 +180,9 @@ class LLM:
         if self._closed:
             raise EngineDeadError("This LLM was closed; build a new one.")
 
-    def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(
+        self, num_requests: int, use_tqdm: bool, check_interrupt: Callable[[], None]
+    ) -> dict[str, RequestOutput]:
         """Step until every request has ended.
 
         Raises:
@@ -173,6 +191,7 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=num_requests, desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while self._outputs.has_unfinished:
+                check_interrupt()
                 outputs = self._core.step()
                 processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp)
                 if processed.request_ids_to_abort:
@@ -185,11 +204,42 @@ class LLM:
         return finished
 
 
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Generator[Callable[[], None], None, None]:
+    """Hold Ctrl-C back while a step changes the scheduler and the donated device state: it is raised by the
+    function given here, between steps. Other threads than the main one never receive it."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    pending: list[tuple[int, Any]] = []
+
+    def hold(number: int, frame: Any) -> None:
+        pending.append((number, frame))
+
+    def check() -> None:
+        if pending:
+            previous(*pending.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    check()
+
+
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many? A list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [cast(Prompt, prompts)]
-    many = list(prompts)
+    if isinstance(prompts, np.ndarray):
+        prompts = cast(Any, prompts.tolist())
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}.", param="prompts"
+        )
+    many: list[Any] = list(cast("Sequence[Any]", prompts))
     if many and all(isinstance(item, int) for item in many):
         return [cast(Prompt, many)]
     return many
@@ -198,7 +248,12 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 def _per_prompt(name: str, value: Any, num_prompts: int) -> list[Any]:
     if value is None or isinstance(value, SamplingParams):
         return [value] * num_prompts
-    values = list(value)
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise InvalidRequestError(
+            f"{name} must be one value for all prompts or a list of one a prompt, got {type(value).__name__}.",
+            param=name,
+        )
+    values: list[Any] = list(cast("Sequence[Any]", value))
     if len(values) != num_prompts:
         raise InvalidRequestError(f"{name} has {len(values)} entries for {num_prompts} prompts.", param=name)
     return values

@@ -20,14 +20,13 @@ class StopChecker:
         include_stop_str: keep the stop string in the text; then nothing needs to be held back.
     """
 
-    __slots__ = ("_beginnings", "_held", "_include", "_last_characters", "_longest", "_stop")
+    __slots__ = ("_held", "_include", "_last_characters", "_longest", "_stop")
 
     def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
         self._stop = tuple(stop)
         self._include = include_stop_str
-        self._beginnings = frozenset(text[:length] for text in stop for length in range(1, len(text)))
-        self._last_characters = frozenset(text[-1] for text in self._beginnings)
-        self._longest = max((len(text) for text in self._beginnings), default=0)
+        self._last_characters = frozenset(character for text in stop for character in text[:-1])
+        self._longest = max((len(text) - 1 for text in stop), default=0)
         self._held = ""
 
     def feed(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
@@ -75,6 +74,7 @@ class StopChecker:
         if not whole or whole[-1] not in self._last_characters:
             return 0
         for length in range(min(self._longest, len(whole)), 0, -1):
-            if whole[-length:] in self._beginnings:
+            end = whole[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
                 return length
         return 0

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -293,3 +298,63 @@ def test_max_model_len_auto_takes_what_fits(tiny_model):
         max_model_len="auto",
     ) as llm:  # fmt: skip
         assert llm._core.info.max_model_len == 40
+
+
+def test_real_interrupts_come_between_steps(make_llm, prompts):
+    """Ctrl-C at any moment leaves the engine usable: never in the middle of a step."""
+    llm = make_llm()
+    expected = tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
+    rng = random.Random(11)
+    interrupted = 0
+    for _ in range(12):
+        timer = threading.Timer(rng.uniform(0.001, 0.05), os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            llm.generate(prompts, GREEDY.clone(max_tokens=60), use_tqdm=False)
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected
+    assert interrupted > 0
+    while llm._core.has_work():
+        llm._core.step()
+    assert_pool_full(llm)
+
+
+def test_threads_take_turns(make_llm, prompts):
+    llm = make_llm()
+    expected = tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda p: tokens(llm.generate(p, GREEDY, use_tqdm=False))[0], prompts[:4]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("value", [None, 3, {"max_tokens": 3}])
+def test_arguments_of_the_wrong_type(make_llm, value):
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError):
+        llm.generate(
+            value if not isinstance(value, dict) else [1], value if isinstance(value, dict) else None
+        )
+
+
+@pytest.mark.parametrize(
+    "params,named",
+    [
+        ({"allowed_token_ids": [5], "bad_words": ["!"]}, None),
+        ({"allowed_token_ids": [2], "min_tokens": 3, "stop_token_ids": [2]}, "min_tokens"),
+        ({"min_tokens": 1000, "max_tokens": None}, "min_tokens"),
+        ({"stop": "a" * 2000}, "stop"),
+        ({"temperature": 10**400}, "temperature"),
+    ],
+)
+def test_contradictions_and_excesses_are_refused(make_llm, params, named):
+    llm = make_llm()
+    if named is None:
+        bad = llm.get_tokenizer().encode("!", add_special_tokens=False)
+        params = {**params, "allowed_token_ids": bad}
+        named = "bad_words"
+    with pytest.raises(InvalidRequestError) as error:
+        llm.generate([1, 2], SamplingParams(**params), use_tqdm=False)
+    assert error.value.param == named

@@ -206,7 +206,8 @@ class CompletionAnswer:
         )
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
+        whole = self._body.truncate_prompt_tokens is None
+        return output.prompt if whole and output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
