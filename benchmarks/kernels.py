@@ -108,7 +108,7 @@ def run_section(section: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     command += ["--ours-only"] if args.ours_only else []
     processes = []
     for shard in range(shards):
-        out = tempfile.TemporaryFile("w+")
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         shard_of = {"KERNELS_SHARD": f"{shard}/{shards}"}
         started = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**environment, **shard_of}
@@ -307,7 +307,7 @@ def section_ceilings(context: Context) -> None:
     jax, jnp = context.jax, context.jnp
     x = context.random(2**30)
     copy = jax.jit(jnp.copy)
-    seconds = wall(context, lambda: copy(x), 5)
+    seconds = wall(context, lambda: copy(x), 5)  # noqa: F821
     emit(section="ceilings", name="copy", value=2 * x.nbytes / seconds / 1e12)
     del x
     a, b = context.random(8192, 8192), context.random(8192, 8192)
@@ -546,7 +546,7 @@ def section_decode(context: Context) -> None:
         q, k, v = (context.random(rows, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
         program = context.layers(num_layers, options)
 
-        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=[caches]):
+        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=[caches]):  # noqa: B006
             out, state[0] = program(q, k, v, state[0], metadata)
             return out
 
@@ -699,7 +699,7 @@ def section_prefill(context: Context) -> None:
 
         @jax.jit
         def cudnn(q, k, v):
-            for _ in range(num_layers):
+            for _ in range(num_layers):  # noqa: B023
                 q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
             return q
 

@@ -19,7 +19,13 @@ STAGES = 2
 
 
 def kv_cache_update(
-    kv_cache: Any, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, live_tokens: jax.Array, *, num_sms: int,
+    kv_cache: Any,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    live_tokens: jax.Array,
+    *,
+    num_sms: int,
     interpret: Any = None,
 ) -> None:
     """Write ``k`` and ``v`` into the cache.

@@ -44,7 +44,9 @@ def device_why_not(device: jax.Device | None = None) -> str | None:
     """None where the kernels run on ``device`` (the first one), else why not."""
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     if version < FIRST_JAX:
-        return f"the Hopper kernels need jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}; {PORTABLE}"
+        return (
+            f"the Hopper kernels need jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}; {PORTABLE}"
+        )
     device = device or jax.devices()[0]
     if device.platform != "gpu":
         return f"the Hopper kernels need an NVIDIA GPU, this device is {device.platform!r}; {PORTABLE}"
@@ -157,7 +159,9 @@ class GpuBackend:
             num_sms=self._num_sms(),
             config=self._decode(head_size),
         )
-        decode = DecodePlan(rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters))
+        decode = DecodePlan(
+            rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters)
+        )
         if metadata.decode_only:
             return GpuPlan(decode=decode, prefill=None)
         group = num_heads // num_kv_heads

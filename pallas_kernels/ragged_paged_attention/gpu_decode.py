@@ -34,9 +34,6 @@ from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
 LOG2E = math.log2(math.e)
 
-MERGE = 5
-"""Partial results loaded at a time when a sequence is merged."""
-
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -129,8 +126,10 @@ def plan_decode(
         row = jnp.minimum(row, num_rows - 1)
         return row, at - (ends[row] - steps[row])
 
-    # With little to do, no more groups than chunks, or one CTA per multiprocessor: the first CTAs are on different ones.
-    sharing = jnp.clip(jnp.sum(pl.cdiv(steps, chunk)), min(max(num_sms // num_kv_heads, 1), num_groups), num_groups)
+    # With little to do, no more groups than chunks, or one CTA per multiprocessor: the first are on different ones.
+    sharing = jnp.clip(
+        jnp.sum(pl.cdiv(steps, chunk)), min(max(num_sms // num_kv_heads, 1), num_groups), num_groups
+    )
     index = jnp.minimum(jnp.arange(num_groups + 1, dtype=jnp.int32), sharing)
     border = (total // sharing) * index + (total % sharing) * index // sharing
     row, step = locate(border)
@@ -164,8 +163,17 @@ def _next_power_of_two(x: jax.Array) -> jax.Array:
 
 
 def decode_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: Any, metadata: AttentionMetadata, plan: DecodePlan,
-    options: AttentionOptions, sinks: jax.Array | None, *, config: DecodeConfig, out: Any = None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: Any,
+    metadata: AttentionMetadata,
+    plan: DecodePlan,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+    *,
+    config: DecodeConfig,
+    out: Any = None,
     interpret: Any = None,
 ) -> jax.Array | None:
     """Write the decoding rows' new keys and values into ``kv_cache`` and attend.
@@ -230,6 +238,12 @@ class _Case:
     writes_all_rows: bool
     has_sinks: bool
     atomic: bool
+
+    @property
+    def merge_width(self) -> int:
+        """Partial results loaded at a time when a sequence is merged: as many as registers allow."""
+        width = 5 if self.options.sliding_window is None else 4
+        return max(width * 8 * 128 // (self.columns * self.head_size), 1)
 
 
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
@@ -355,7 +369,10 @@ def _kernel_body(case: _Case):
             def _wait():
                 plgpu.barrier_wait(new_full.at[side])
 
-            at = plgpu.broadcasted_iota(jnp.int32, (step_size, 64), 0, layout=plgpu.Layout.WGMMA) + step * step_size
+            at = (
+                plgpu.broadcasted_iota(jnp.int32, (step_size, 64), 0, layout=plgpu.Layout.WGMMA)
+                + step * step_size
+            )
             is_new = at == length - 1
             seen = at < length
             if window is not None:
@@ -402,17 +419,18 @@ def _kernel_body(case: _Case):
             return top, total, plgpu.load(part.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
 
         def merge(folded, final):
-            """Fold the chunks in the slots after ``folded`` into what is there. ``MERGE`` loads are in flight."""
+            """Fold the chunks in the slots after ``folded``, up to ``final``, into what is there."""
+            width = case.merge_width
 
             def several(turn, state):
-                at = folded + 1 + turn * MERGE
-                loaded = [load_partial(jnp.minimum(at + i, final)) for i in range(MERGE)]
+                at = folded + 1 + turn * width
+                loaded = [load_partial(jnp.minimum(at + i, final)) for i in range(width)]
                 for i, (top, total, acc) in enumerate(loaded):
                     # Past the end the weights become zero.
                     state = fold(state, (top + jnp.where(at + i <= final, 0.0, -jnp.inf), total, acc))
                 return state
 
-            return lax.fori_loop(0, pl.cdiv(final - folded, MERGE), several, load_partial(folded))
+            return lax.fori_loop(0, pl.cdiv(final - folded, width), several, load_partial(folded))
 
         def fill_other_rows(decode_rows, live_rows):
             def one_row(turn, _):
@@ -471,7 +489,9 @@ def _kernel_body(case: _Case):
                     s = s * (options.scale * LOG2E)
                 else:
                     s = jnp.tanh(s * (options.scale / options.soft_cap)) * (options.soft_cap * LOG2E)
-                position = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + at * step_size
+                position = (
+                    plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + at * step_size
+                )
                 visible = position < length
                 if window is not None:
                     visible &= position >= length - window
@@ -511,7 +531,9 @@ def _kernel_body(case: _Case):
             def _shared():
                 pl.when(starts)(lambda: store_partial(slot_of(stop - 1), state))
                 plgpu.wait_smem_to_gmem(0)
-                before = add_and_fetch(counters.at[pl.ds(counter, 1)], count_s, stop - step, atomic=case.atomic)
+                before = add_and_fetch(
+                    counters.at[pl.ds(counter, 1)], count_s, stop - step, atomic=case.atomic
+                )
 
                 @pl.when(before + stop - step == last - first)
                 def _merge():

@@ -103,7 +103,12 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    metadata: AttentionMetadata, *, group: int, num_tokens: int, sliding_window: int | None, config: PrefillConfig
+    metadata: AttentionMetadata,
+    *,
+    group: int,
+    num_tokens: int,
+    sliding_window: int | None,
+    config: PrefillConfig,
 ) -> PrefillPlan:
     """List the tiles of the rows that do not decode, on the device."""
     num_rows = metadata.seq_lens.shape[0]
@@ -116,7 +121,9 @@ def plan_prefill(
     max_tiles = num_tokens // size + num_rows
     tile = jnp.arange(max_tiles, dtype=jnp.int32)
     live = tile < ends[-1]
-    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_rows - 1).astype(jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_rows - 1).astype(
+        jnp.int32
+    )
     new = new[row]
     offset = (tile - (ends[row] - pl.cdiv(new, size))) * size
     offset = jnp.minimum(offset, jnp.maximum(new - size, 0))
@@ -131,15 +138,33 @@ def plan_prefill(
         begin_step = jnp.maximum(position - sliding_window + 1, 0) // config.step
         unmasked_end = begin_step
     end_step = pl.cdiv(end, config.step)
-    fields = (row, first - shift, shift, shift + end - position, position - shift, begin_step, unmasked_end, end_step)
+    fields = (
+        row,
+        first - shift,
+        shift,
+        shift + end - position,
+        position - shift,
+        begin_step,
+        unmasked_end,
+        end_step,
+    )
     order = jnp.argsort(jnp.where(live, begin_step - end_step, 1), stable=True)
     counts = jnp.stack([ends[-1], starts[live_rows], jnp.int32(0), jnp.int32(0)])
     return PrefillPlan(tiles=jnp.stack(fields, -1)[order].astype(jnp.int32), counts=counts.astype(jnp.int32))
 
 
 def prefill_attention(
-    q: jax.Array, kv_cache: Any, metadata: AttentionMetadata, plan: PrefillPlan, options: AttentionOptions,
-    sinks: jax.Array | None, out: Any, *, num_sms: int, config: PrefillConfig, interpret: Any = None,
+    q: jax.Array,
+    kv_cache: Any,
+    metadata: AttentionMetadata,
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+    out: Any,
+    *,
+    num_sms: int,
+    config: PrefillConfig,
+    interpret: Any = None,
 ) -> None:
     """Attend the tokens of rows that do not decode; zero those of padding.
 
@@ -182,8 +207,9 @@ def prefill_attention(
     if interpret is not None:  # which knows no product of registers with shared memory
         scratch["p_s"] = plgpu.SMEM((CONSUMERS, ROWS, step), q.dtype, transforms=tiled)
     plgpu.kernel(
-        _kernel_body(config, options, shape, group, head_size, block_size, query_buffers, sinks is not None,
-                     num_sms),
+        _kernel_body(
+            config, options, shape, group, head_size, block_size, query_buffers, sinks is not None, num_sms
+        ),
         out_type=(),
         grid=(num_sms,),
         grid_names=("cta",),
@@ -365,7 +391,9 @@ def _kernel_body(
             done = lax.fori_loop(0, num_own, one_item, jnp.int32(0))
             for slot in range(stages):
                 for barrier in (k_free, v_free):
-                    pl.when(done > slot)(lambda barrier=barrier, slot=slot: plgpu.barrier_wait(barrier.at[slot]))
+                    pl.when(done > slot)(
+                        lambda barrier=barrier, slot=slot: plgpu.barrier_wait(barrier.at[slot])
+                    )
             for buffer in range(query_buffers):
                 pl.when(num_own > buffer)(lambda buffer=buffer: plgpu.barrier_wait(q_free.at[buffer]))
 
@@ -411,7 +439,8 @@ def _kernel_body(
                     plgpu.commit_smem()
 
                     def one_row(i, _, base=base):
-                        plgpu.copy_smem_to_gmem(row_s.at[warpgroup, pl.ds(i, 1)], out.at[pl.ds(first + base + i, 1), head])
+                        row = pl.ds(first + base + i, 1)
+                        plgpu.copy_smem_to_gmem(row_s.at[warpgroup, pl.ds(i, 1)], out.at[row, head])
 
                     low, high = jnp.maximum(begin - base, 0), jnp.minimum(end - base, piece)
                     lax.fori_loop(low, high, one_row, None)
@@ -473,7 +502,9 @@ def _kernel_body(
                     if masked:
                         token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
                         at = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-                        ahead = (token & (shape.tokens - 1)) - at  # query minus key, both from the tile's corner
+                        ahead = (
+                            token & (shape.tokens - 1)
+                        ) - at  # query minus key, both from the tile's corner
                         corner = step * step_size - my_position
                         visible = ahead >= corner
                         if window is not None:
@@ -509,8 +540,12 @@ def _kernel_body(
 
                 carry = acc, top, total
                 if window is None:
-                    carry = lax.fori_loop(begin, unmasked_end, lambda s, c: one_step(s, c, masked=False), carry)
-                acc, _, total = lax.fori_loop(unmasked_end, end, lambda s, c: one_step(s, c, masked=True), carry)
+                    carry = lax.fori_loop(
+                        begin, unmasked_end, lambda s, c: one_step(s, c, masked=False), carry
+                    )
+                acc, _, total = lax.fori_loop(
+                    unmasked_end, end, lambda s, c: one_step(s, c, masked=True), carry
+                )
                 if in_step_at_ends:
                     pl.when(warpgroup == 0)(take_turn)
                 store_tile(tile, kv_head, buffer, acc * over_columns(1.0 / total, head_size))

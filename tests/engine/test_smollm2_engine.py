@@ -277,7 +277,12 @@ def test_preempted(each_alone):
     """A cache in which the running requests cannot all grow to their end."""
     chosen = [index for index, case in enumerate(CASES) if len(case.prompt) <= 70]
     assert len(chosen) >= 8
-    arguments = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 160, "num_gpu_blocks_override": 18}
+    arguments = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 160,
+        "num_gpu_blocks_override": 18,
+    }
     with LLM(**arguments) as llm:
         answers = run(llm, [CASES[index] for index in chosen])
         check_same(answers, [each_alone[index] for index in chosen])

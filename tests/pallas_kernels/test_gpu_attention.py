@@ -131,7 +131,9 @@ def test_blocks_outside_the_window_may_be_gone(decode_only, capsys):
     for row, (context, new) in enumerate(rows):
         tables[row, : max(context - new - window + 1, 0) // 16] = 0
     metadata = replace(batch.metadata, block_tables=jnp.asarray(tables), decode_only=decode_only)
-    check(replace(batch, metadata=metadata), AttentionOptions(scale=0.2, sliding_window=window), capsys=capsys)
+    check(
+        replace(batch, metadata=metadata), AttentionOptions(scale=0.2, sliding_window=window), capsys=capsys
+    )
 
 
 @needs_mosaic_gpu

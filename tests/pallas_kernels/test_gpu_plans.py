@@ -59,7 +59,7 @@ def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, chunks):
         walked += own
         if not own:
             continue
-        (first_row, first_step), (last_row, last_step) = own[0], own[-1]
+        (first_row, first_step), (_, last_step) = own[0], own[-1]
         np.testing.assert_array_equal(stretch[Stretch.FIRST_ROW : Stretch.FIRST_ROW + 4], rows[first_row])
         assert stretch[Stretch.LAST_STOP] == last_step + 1
         starts = first_step == rows[first_row, 1]
@@ -76,7 +76,9 @@ def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, chunks):
     assert walked == expected
     chunks_in_all = sum(-(-(stop - start) // chunk) for _, start, stop, chunk in rows)
     sharing = max(min(len(stretches), chunks_in_all), min(len(stretches), max(num_sms // kv_heads, 1)))
-    assert stretches[:, Stretch.COUNT].max() <= len(expected) / sharing + rows[:, 3].max(), "equal but for a chunk"
+    assert stretches[:, Stretch.COUNT].max() <= len(expected) / sharing + rows[:, 3].max(), (
+        "equal but for a chunk"
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,7 +101,7 @@ def test_tiles_cover_every_query_once_or_with_the_same_result(decode, rows, grou
     positions, row_ids = np.asarray(metadata.positions), np.asarray(metadata.row_ids)
     seen, costs = set(), []
     for row, first, begin, end, position, begin_step, unmasked_end, end_step in tiles[: counts[0]]:
-        assert 0 <= first
+        assert first >= 0
         assert first + size <= num_tokens, "a tile lies inside the array"
         assert 0 <= begin < end <= size
         mine = range(first + begin, first + end)
@@ -113,7 +115,9 @@ def test_tiles_cover_every_query_once_or_with_the_same_result(decode, rows, grou
         assert end_step == -(-(position + end) // config.step)
         assert begin_step <= unmasked_end <= end_step
         if unmasked_end > begin_step:
-            assert unmasked_end * config.step - 1 <= position + begin, "every query sees all of an unmasked step"
+            assert unmasked_end * config.step - 1 <= position + begin, (
+                "every query sees all of an unmasked step"
+            )
         costs.append(end_step - begin_step)
     assert seen == {t for t in range(counts[1]) if rows[row_ids[t]][1] > 1}
     assert costs == sorted(costs, reverse=True)
