@@ -444,8 +444,15 @@ def _kernel_body(case: _Case):
             lax.fori_loop(0, pl.cdiv(num_rows - decode_rows - me, num_groups), one_row, None)
 
         def finish(row, state):
-            _, total, acc = state
-            store(out_s.T, (acc * over_rows(1.0 / total, head_size)).astype(out_s.dtype))
+            top, total, acc = state
+            if sinks is None:
+                share = 1.0 / total
+            else:
+                sink = plgpu.load(sinks.at[head], layout=column_layout, optimized=False)
+                highest = jnp.maximum(top, sink)
+                share = jnp.exp2(top - highest)
+                share = share / (total * share + jnp.exp2(sink - highest))
+            store(out_s.T, (acc * over_rows(share, head_size)).astype(out_s.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
 
@@ -465,11 +472,7 @@ def _kernel_body(case: _Case):
             # Rows of q_in past the group hold anything: their columns are computed and dropped.
             q_s.T[...] = plgpu.load(q_in.at[side].T, layout=plgpu.Layout.WGMMA, optimized=False)
             plgpu.commit_smem()
-            if sinks is None:
-                state = per_column(-jnp.inf), per_column(0.0)
-            else:
-                state = plgpu.load(sinks.at[head], layout=column_layout, optimized=False), per_column(1.0)
-            state = (*state, tile(head_size, 0.0))
+            state = per_column(-jnp.inf), per_column(0.0), tile(head_size, 0.0)
 
             def one_step(at, carry):
                 done, ahead, (top, total, acc) = carry
