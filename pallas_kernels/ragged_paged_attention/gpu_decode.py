@@ -218,7 +218,7 @@ def decode_attention(
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types=_scratch(case, q.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
         kernel_name="paged_decode",
         interpret=interpret,
     )(*operands, *(() if out is None else (out,)))
@@ -253,19 +253,21 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     copies = 2 * blocks_per_step(step, case.block_size)
     return dict(
-        q_in=plgpu.SMEM((stages + 1, columns, head_size), dtype),
-        q_s=plgpu.SMEM((columns, head_size), dtype, transforms=tiled),
         k_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
         v_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
-        new_s=plgpu.SMEM((stages + 1, 2, head_size), dtype),
-        p_s=plgpu.SMEM((columns, step), dtype, transforms=tiled),
-        out_s=plgpu.SMEM((columns, head_size), dtype),
-        part_s=plgpu.SMEM((head_size, columns), jnp.float32),
-        stat_s=plgpu.SMEM((2, columns), jnp.float32),
-        count_s=plgpu.SMEM((1,), jnp.int32),
+        q_s=plgpu.SMEM((columns, head_size), dtype, transforms=tiled),
+        # This piece's queries and the next one's, and rows to read past the second group's end.
+        q_in=plgpu.SMEM((case.group + columns, head_size), dtype),
+        new_s=plgpu.SMEM((2, 2, head_size), dtype),
+        weights_or_count=plgpu.RefUnion(
+            plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
+        ),
+        partial_or_out=plgpu.RefUnion(
+            plgpu.SMEM((2, columns), jnp.float32), plgpu.SMEM((columns, head_size), dtype)
+        ),
         kv_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        q_full=plgpu.Barrier(num_barriers=stages + 1),
-        new_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages + 1),
+        q_full=plgpu.Barrier(num_barriers=2),
+        new_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
     )
 
 
@@ -275,8 +277,6 @@ def _kernel_body(case: _Case):
     config, options = case.config, case.options
     step_size, stages, columns, head_size = config.step, config.stages, case.columns, case.head_size
     block_size, group, window = case.block_size, case.group, options.sliding_window
-    # A piece is at least one step, so loads run at most ``stages`` pieces ahead of the one whose buffers are in use.
-    sides = stages + 1
     column_layout = plgpu.Layout.WGMMA.reduce(0)
 
     def per_column(value):
@@ -290,10 +290,12 @@ def _kernel_body(case: _Case):
 
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
-        q_in, q_s, k_s, v_s, new_s, p_s, out_s, part_s, stat_s, count_s, kv_full, q_full, new_full,
+        k_s, v_s, q_s, q_in, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full,
     ):  # fmt: skip
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
         counters, cache, out, part, stat = refs
+        p_s, count_s = weights_or_count
+        stat_s, out_s = partial_or_out
         num_rows, num_kv_heads, table_width = rows.shape[0], cache.shape[2], tables.shape[1]
         num_groups = stretches.shape[0]
         me, head = lax.div(lax.axis_index("cta"), num_kv_heads), lax.rem(lax.axis_index("cta"), num_kv_heads)
@@ -336,33 +338,27 @@ def _kernel_body(case: _Case):
 
             Its block ids were read a step ago; those of the next one are read now, so that nobody waits for them.
             """
-            row, step, length, last, left, piece, fresh, ids = ahead
-
-            @pl.when(left > 0)
-            def _load():
-                load_tile(ids if blocks is None else blocks, step, length, slot)
-
-                @pl.when(fresh == 1)
-                def _query():
-                    side = lax.rem(piece, sides)
-                    ours = q.at[row, pl.ds(head * group, group)]
-                    plgpu.copy_gmem_to_smem(ours, q_in.at[side, pl.ds(0, group)], q_full.at[side])
-
-                    @pl.when(left >= last - step)
-                    def _new_token():
-                        plgpu.copy_gmem_to_smem(k.at[row, head], new_s.at[side, 0], new_full.at[side])
-                        plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
-
+            row, step, length, last, left, ids = ahead
+            pl.when(left > 0)(lambda: load_tile(ids if blocks is None else blocks, step, length, slot))
             ends = step + 1 == last
             row = jnp.minimum(row + ends.astype(jnp.int32), num_rows - 1)
             first = 0 if window is None else rows[row, 1]
             step = jnp.where(ends, first, step + 1)
-            fresh = ends.astype(jnp.int32)
-            return row, step, rows[row, 0], rows[row, 2], left - 1, piece + fresh, fresh, block_ids(row, step)
+            return row, step, rows[row, 0], rows[row, 2], left - 1, block_ids(row, step)
+
+        def load_queries(row, side, with_new_token):
+            """Start loading a row's queries and, for whoever does its last step, its new key and value."""
+            ours = q.at[row, pl.ds(head * group, group)]
+            plgpu.copy_gmem_to_smem(ours, q_in.at[pl.ds(side * group, group)], q_full.at[side])
+
+            @pl.when(with_new_token)
+            def _new_token():
+                plgpu.copy_gmem_to_smem(k.at[row, head], new_s.at[side, 0], new_full.at[side])
+                plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
 
         def patch(slot, row, step, piece, last, length):
             """Put the new token into the loaded tile, zero its masked values, and write the token to the cache."""
-            side = lax.rem(piece, sides)
+            side = lax.rem(piece, 2)
             is_last = step == last - 1
 
             @pl.when(is_last)
@@ -405,12 +401,11 @@ def _kernel_body(case: _Case):
 
         def store_partial(slot, state):
             top, total, acc = state
+            store(part.at[slot], acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store(part_s, acc)
             store(stat_s.at[0], top)
             store(stat_s.at[1], total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part_s, part.at[slot])
             plgpu.copy_smem_to_gmem(stat_s, stat.at[slot])
 
         def load_partial(slot):
@@ -452,6 +447,7 @@ def _kernel_body(case: _Case):
                 highest = jnp.maximum(top, sink)
                 share = jnp.exp2(top - highest)
                 share = share / (total * share + jnp.exp2(sink - highest))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store(out_s.T, (acc * over_rows(share, head_size)).astype(out_s.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
@@ -467,11 +463,21 @@ def _kernel_body(case: _Case):
                 """Where the chunk that step ``at`` belongs to is left for whoever merges the sequence."""
                 return counter * (config.max_chunks + 1) + lax.div(at, chunk) - lax.div(first, chunk)
 
-            side = lax.rem(piece, sides)
+            side = lax.rem(piece, 2)
             plgpu.barrier_wait(q_full.at[side])
             # Rows of q_in past the group hold anything: their columns are computed and dropped.
-            q_s.T[...] = plgpu.load(q_in.at[side].T, layout=plgpu.Layout.WGMMA, optimized=False)
+            queries = q_in.at[pl.ds(side * group, columns)]
+            q_s.T[...] = plgpu.load(queries.T, layout=plgpu.Layout.WGMMA, optimized=False)
             plgpu.commit_smem()
+            # The next row's queries go where those of the row before this one were, which is done with.
+            next_row = jnp.minimum(row + 1, num_rows - 1)
+            next_info = tuple(rows[next_row, i] for i in range(4))
+            next_left = left - (stop - step)
+
+            @pl.when(next_left > 0)
+            def _next_row():
+                load_queries(next_row, 1 - side, next_left >= next_info[2] - next_info[1])
+
             state = per_column(-jnp.inf), per_column(0.0), tile(head_size, 0.0)
 
             def one_step(at, carry):
@@ -546,20 +552,19 @@ def _kernel_body(case: _Case):
                     finish(row, merge(folded, slot_of(last - 1)))
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            next_row = jnp.minimum(row + 1, num_rows - 1)
-            info = tuple(rows[next_row, i] for i in range(4))
-            return next_row, info[1], left - (stop - step), piece + 1, done, ahead, info
+            return next_row, next_info[1], next_left, piece + 1, done, ahead, next_info
 
         row, step, left = (stretches[me, column] for column in (Stretch.ROW, Stretch.STEP, Stretch.COUNT))
         info = tuple(stretches[me, Stretch.FIRST_ROW + i] for i in range(4))
         zero = jnp.int32(0)
         has_blocks = stretches.shape[1] > Stretch.BLOCKS
         ids = (zero,) * per_step if has_blocks else block_ids(row, step)
-        ahead = row, step, info[0], info[2], left, zero, jnp.int32(1), ids
+        ahead = row, step, info[0], info[2], left, ids
         for slot in range(stages):
             column = Stretch.BLOCKS + slot * per_step
             early = tuple(stretches[me, column + i] for i in range(per_step)) if has_blocks else None
             ahead = prefetch(ahead, slot, early)
+        pl.when(left > 0)(lambda: load_queries(row, 0, left >= info[2] - step))
         lax.while_loop(lambda carry: carry[2] > 0, one_piece, (row, step, left, zero, zero, ahead, info))
         if case.writes_all_rows:
             fill_other_rows(stretches[me, Stretch.DECODE_ROWS], stretches[me, Stretch.LIVE_ROWS])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -300,23 +299,34 @@ def test_max_model_len_auto_takes_what_fits(tiny_model):
         assert llm._core.info.max_model_len == 40
 
 
-def test_real_interrupts_come_between_steps(make_llm, prompts):
-    """Ctrl-C at any moment leaves the engine usable: never in the middle of a step."""
+@pytest.fixture
+def sigint_raises() -> Iterator[None]:
+    """KeyboardInterrupt on SIGINT, also where a shell started the tests with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 9])
+def test_real_interrupts_come_between_steps(make_llm, prompts, monkeypatch, sigint_raises, number):
+    """Ctrl-C in the middle of a step is raised after it: the step ends, and the engine stays usable."""
     llm = make_llm()
     expected = tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
-    rng = random.Random(11)
-    interrupted = 0
-    for _ in range(12):
-        timer = threading.Timer(rng.uniform(0.001, 0.05), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        try:
-            llm.generate(prompts, GREEDY.clone(max_tokens=60), use_tqdm=False)
-            timer.join()
-            time.sleep(0.01)
-        except KeyboardInterrupt:
-            interrupted += 1
-        assert tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected
-    assert interrupted > 0
+    step, completed = llm._core.step, []
+
+    def interrupted():
+        if len(completed) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        completed.append(1)
+        return outputs
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert len(completed) == number + 1
+    assert tokens(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected
     while llm._core.has_work():
         llm._core.step()
     assert_pool_full(llm)
