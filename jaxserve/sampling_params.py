@@ -209,8 +209,7 @@ def _check_float(
     name: str, value: object, low: float, high: float, *, exclude_low: bool = False, param: str | None = None
 ) -> None:
     # Integers may be larger than any float: isfinite would overflow.
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not -1e300 < value < 1e300:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         raise InvalidRequestError(
             f"{name} must be a finite number, got {str(value)[:40]}.", param=param or name
         )

@@ -234,12 +234,12 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [cast(Prompt, prompts)]
     if isinstance(prompts, np.ndarray):
-        prompts = cast(Any, prompts.tolist())
+        prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}.", param="prompts"
         )
-    many: list[Any] = list(cast("Sequence[Any]", prompts))
+    many: list[Any] = list(prompts)
     if many and all(isinstance(item, int) for item in many):
         return [cast(Prompt, many)]
     return many

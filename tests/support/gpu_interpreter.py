@@ -12,7 +12,7 @@ MOSAIC_GPU = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 
 """Whether this JAX can lower and interpret the kernels."""
 
 RACES_ARE_PRINTED = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 12)
-"""Later versions raise at the first race, also at those that an atomic counter explains: races are looked for before."""
+"""Later versions raise at the first race, at those that an atomic counter explains: races are looked for before."""
 
 needs_mosaic_gpu = pytest.mark.skipif(not MOSAIC_GPU, reason="Mosaic GPU's interpreter needs jax >= 0.11")
 

@@ -206,7 +206,7 @@ class CompletionAnswer:
         )
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        whole = self._body.truncate_prompt_tokens is None
+        whole = "truncate_prompt_tokens" not in self._body.sampling_values()
         return output.prompt if whole and output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
