@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ MAX_LOGIT_BIAS = 1024
 """Entries of ``logit_bias`` a request may carry: the width of the device's bias table."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
+LARGEST = sys.float_info.max
 MAX_STRING_LENGTH = 1024
 """Characters of a stop string or bad word."""
 GREEDY_TEMPERATURE = 1e-5
@@ -209,7 +211,7 @@ def _check_float(
     name: str, value: object, low: float, high: float, *, exclude_low: bool = False, param: str | None = None
 ) -> None:
     # Integers may be larger than any float: isfinite would overflow.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST <= value <= LARGEST:
         raise InvalidRequestError(
             f"{name} must be a finite number, got {str(value)[:40]}.", param=param or name
         )
