@@ -21,6 +21,7 @@ from pallas_kernels.kv_cache_update.gpu import kv_cache_update
 from pallas_kernels.ragged_paged_attention.gpu_decode import (
     DecodeConfig,
     DecodePlan,
+    columns_of,
     decode_attention,
     plan_decode,
 )
@@ -90,8 +91,10 @@ def _tuning() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(file.read_text())
 
 
-def _tuned(kernel: str, head_size: int) -> dict[str, int]:
-    entry = _tuning()[kernel][str(stored_head_size(head_size))]
+def _tuned(kernel: str, head_size: int, columns: int | None = None) -> dict[str, int]:
+    """The table's entry for a head size, or for that head size and number of columns where there is one."""
+    size = stored_head_size(head_size)
+    entry = _tuning()[kernel].get(f"{size}/{columns}") or _tuning()[kernel][str(size)]
     return {key: value for key, value in entry.items() if key != "source"}
 
 
@@ -157,7 +160,7 @@ class GpuBackend:
             block_size=block_size,
             sliding_window=options.sliding_window,
             num_sms=self._num_sms(),
-            config=self._decode(head_size),
+            config=self._decode(head_size, num_heads // num_kv_heads),
         )
         decode = DecodePlan(
             rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters)
@@ -222,8 +225,8 @@ class GpuBackend:
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         cache = jax.new_ref(kv_cache)
         out = decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks, config=self._decode(q.shape[2]),
-            interpret=self.interpret,
+            q, k, v, cache, metadata, plan.decode, options, sinks,
+            config=self._decode(q.shape[2], q.shape[1] // k.shape[1]), interpret=self.interpret,
         )  # fmt: skip
         assert out is not None
         return out, jax.freeze(cache)
@@ -242,8 +245,8 @@ class GpuBackend:
         live = metadata.query_start_loc[-1:]
         kv_cache_update(cache, k, v, metadata.slot_mapping, live, num_sms=num_sms, interpret=self.interpret)
         decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks, config=self._decode(head_size),
-            out=out, interpret=self.interpret,
+            q, k, v, cache, metadata, plan.decode, options, sinks,
+            config=self._decode(head_size, num_heads // k.shape[1]), out=out, interpret=self.interpret,
         )  # fmt: skip
         prefill_attention(
             q, cache, metadata, plan.prefill, options, sinks, out, num_sms=num_sms,
@@ -254,8 +257,8 @@ class GpuBackend:
     def _num_sms(self) -> int:
         return self.num_sms if self.num_sms is not None else jax.devices()[0].core_count
 
-    def _decode(self, head_size: int) -> DecodeConfig:
-        return self.decode or DecodeConfig(**_tuned("decode", head_size))
+    def _decode(self, head_size: int, group: int) -> DecodeConfig:
+        return self.decode or DecodeConfig(**_tuned("decode", head_size, columns_of(group)))
 
     def _prefill(self, head_size: int) -> PrefillConfig:
         return self.prefill or PrefillConfig(**_tuned("prefill", head_size))

@@ -91,6 +91,11 @@ class Stretch(enum.IntEnum):
     """Block ids of the ``stages`` steps that are loaded before anything else, ``blocks_per_step`` for each, if any."""
 
 
+def columns_of(group: int) -> int:
+    """Columns of the scores: a group's query heads, padded as the instruction wants."""
+    return 8 * pl.cdiv(group, 8)
+
+
 def blocks_per_step(step: int, block_size: int) -> int:
     """KV blocks, or parts of one, in a step."""
     return max(step // block_size, 1)
@@ -195,7 +200,7 @@ def decode_attention(
     num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     group = num_heads // num_kv_heads
-    columns = 8 * pl.cdiv(group, 8)
+    columns = columns_of(group)
     case = _Case(
         config, options, group, columns, head_size, block_size, writes_all_rows=out is None,
         has_sinks=sinks is not None, atomic=interpret is None,
@@ -240,6 +245,11 @@ class _Case:
     atomic: bool
 
     @property
+    def queries_fill_tiles(self) -> bool:
+        """A group's heads begin at a multiple of 8 and are one: the copy engine can bring them as the product wants."""
+        return self.group == self.columns
+
+    @property
     def merge_width(self) -> int:
         """Partial results loaded at a time when a sequence is merged: as many as registers allow."""
         width = 5 if self.options.sliding_window is None else 4
@@ -255,9 +265,16 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
     return dict(
         k_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
         v_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
-        q_s=plgpu.SMEM((columns, head_size), dtype, transforms=tiled),
-        # This piece's queries and the next one's, and rows to read past the second group's end.
-        q_in=plgpu.SMEM((case.group + columns, head_size), dtype),
+        # This piece's queries and the next one's; or only this one's, and both as they come, with rows to read past
+        # the second group's end.
+        **(
+            dict(q_s=plgpu.SMEM((2, columns, head_size), dtype, transforms=tiled))
+            if case.queries_fill_tiles
+            else dict(
+                q_s=plgpu.SMEM((1, columns, head_size), dtype, transforms=tiled),
+                q_in=plgpu.SMEM((case.group + columns, head_size), dtype),
+            )
+        ),
         new_s=plgpu.SMEM((2, 2, head_size), dtype),
         weights_or_count=plgpu.RefUnion(
             plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
@@ -290,7 +307,7 @@ def _kernel_body(case: _Case):
 
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
-        k_s, v_s, q_s, q_in, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full,
+        k_s, v_s, q_s, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full, q_in=None,
     ):  # fmt: skip
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
         counters, cache, out, part, stat = refs
@@ -348,8 +365,11 @@ def _kernel_body(case: _Case):
 
         def load_queries(row, side, with_new_token):
             """Start loading a row's queries and, for whoever does its last step, its new key and value."""
-            ours = q.at[row, pl.ds(head * group, group)]
-            plgpu.copy_gmem_to_smem(ours, q_in.at[pl.ds(side * group, group)], q_full.at[side])
+            if case.queries_fill_tiles:
+                ours, target = q.at[row, pl.ds(pl.multiple_of(head * group, 8), group)], q_s.at[side]
+            else:
+                ours, target = q.at[row, pl.ds(head * group, group)], q_in.at[pl.ds(side * group, group)]
+            plgpu.copy_gmem_to_smem(ours, target, q_full.at[side])
 
             @pl.when(with_new_token)
             def _new_token():
@@ -465,10 +485,13 @@ def _kernel_body(case: _Case):
 
             side = lax.rem(piece, 2)
             plgpu.barrier_wait(q_full.at[side])
-            # Rows of q_in past the group hold anything: their columns are computed and dropped.
-            queries = q_in.at[pl.ds(side * group, columns)]
-            q_s.T[...] = plgpu.load(queries.T, layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.commit_smem()
+            if case.queries_fill_tiles:
+                queries = q_s.at[side]
+            else:
+                # Rows past the group hold anything: their columns are computed and dropped.
+                queries, raw = q_s.at[0], q_in.at[pl.ds(side * group, columns)]
+                queries.T[...] = plgpu.load(raw.T, layout=plgpu.Layout.WGMMA, optimized=False)
+                plgpu.commit_smem()
             # The next row's queries go where those of the row before this one were, which is done with.
             next_row = jnp.minimum(row + 1, num_rows - 1)
             next_info = tuple(rows[next_row, i] for i in range(4))
@@ -490,7 +513,7 @@ def _kernel_body(case: _Case):
                 pl.when(needs_patch)(lambda: patch(slot, row, at, piece, last, length))
 
                 def scores(acc_ref):
-                    plgpu.wgmma(acc_ref, k_s.at[slot], q_s.T)
+                    plgpu.wgmma(acc_ref, k_s.at[slot], queries.T)
                     return acc_ref[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC((step_size, columns), jnp.float32))
