@@ -1,7 +1,7 @@
 """The Hopper attention kernels on this machine's GPU: checked against the float32 oracle, then measured.
 
-    python benchmarks/kernels.py                     # check and measure everything, about five minutes on an H200
-    python benchmarks/kernels.py --sections decode   # some: ceilings check invariance decode prefill mixed
+    python benchmarks/kernels.py                     # check and measure everything, about eight minutes on an H200
+    python benchmarks/kernels.py --sections decode   # some: ceilings check invariance decode prefill mixed sweep
     python benchmarks/kernels.py --json out.json     # the figures as data too
 
 Each section runs in a process of its own with a time limit, so one that hangs or crashes costs only itself.
@@ -49,9 +49,13 @@ SECTIONS = {
 """Section: its time limit in seconds."""
 
 SWEEP = [
-    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=4), dict(step=64, stages=3, ctas_per_sm=2, min_chunk=4),
-    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=2), dict(step=64, stages=3, ctas_per_sm=2, min_chunk=2),
-]  # fmt: skip
+    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=4),
+    dict(step=64, stages=3, ctas_per_sm=2, min_chunk=4),
+    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=2),
+    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=8),
+    dict(step=64, stages=2, ctas_per_sm=2, min_chunk=4),
+    dict(step=128, stages=3, ctas_per_sm=1, min_chunk=2),
+]
 """Decode configurations tried by the section of that name."""
 
 SHARDS = {"check": 6}
@@ -125,7 +129,9 @@ def run_section(section: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             failure = f"hung: stopped after {SECTIONS[section]} s"
         out.seek(0)
         lines = out.read().splitlines()
-        records += [json.loads(line) for line in lines if line.startswith('{"section"')]
+        emitted = [line for line in lines if line.startswith('{"section"')]
+        print("\n".join(emitted), flush=True)  # now, so that an interrupted run leaves what it found
+        records += map(json.loads, emitted)
         if failure:
             records.append({"section": section, "name": "FAILED", "error": failure})
             print(f"{section}: {failure}")
