@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from jaxserve.engine.llm import LLM
     from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+    from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncEngine": "jaxserve.engine.async_engine",
     "SamplingParams": "jaxserve.sampling_params",
     "RequestOutputKind": "jaxserve.sampling_params",
+    "StructuredOutputsParams": "jaxserve.structured_outputs_params",
     "RequestOutput": "jaxserve.outputs",
     "CompletionOutput": "jaxserve.outputs",
     "Logprob": "jaxserve.outputs",
@@ -34,6 +36,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

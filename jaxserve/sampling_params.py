@@ -9,17 +9,22 @@ import enum
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 MAX_N = 16384
 MAX_LOGIT_BIAS = 1024
 """Entries of ``logit_bias`` a request may carry: the width of the device's bias table."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
+MAX_BEAMS = 512
+MAX_PATTERN = 1024
+"""Tokens of a pattern, and repetitions, that ``repetition_detection`` may look for."""
+TRUNCATION_SIDES = ("left", "right")
 LARGEST = sys.float_info.max
 MAX_STRING_LENGTH = 1024
 """Characters of a stop string or bad word."""
@@ -27,6 +32,43 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
 """Smaller positive temperatures are raised to this: below it float32 logits overflow."""
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True):
+    """End an output that repeats itself: its last tokens are one pattern, over and over.
+
+    Args:
+        max_pattern_size: tokens of the longest pattern looked for (1 to 1024).
+        min_pattern_size: tokens of the shortest one.
+        min_count: how often the pattern must stand at the end of the output, 2 to 1024.
+
+    Raises:
+        InvalidRequestError: out of range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _check_int(f"{name}.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN, param=name)
+        _check_int(
+            f"{name}.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size, param=name
+        )
+        _check_int(f"{name}.min_count", self.min_count, 2, MAX_PATTERN, param=name)
+
+    def found_in(self, token_ids: list[int], num_output_tokens: int) -> bool:
+        """Whether the last ``num_output_tokens`` of ``token_ids`` end in such a repetition."""
+        last = token_ids[-1]
+        largest = min(self.max_pattern_size, num_output_tokens // self.min_count)
+        for size in range(self.min_pattern_size, largest + 1):
+            if token_ids[-1 - size] != last:
+                continue
+            tail = token_ids[-size * self.min_count :]
+            if tail[size:] == tail[:-size]:
+                return True
+        return False
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -63,11 +105,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         logit_bias: token id to a bias in [-100, 100] (clamped), 1024 entries at most.
         allowed_token_ids: only these may be sampled.
         bad_words: strings that the output may not contain.
+        structured_outputs: the form that the output must have; it wins over bad_words, min_tokens and ignore_eos.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: turn tokens into text.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
-        truncate_prompt_tokens: keep only this many prompt tokens, counted from the right; -1 is the context length.
+        truncate_prompt_tokens: keep only this many prompt tokens, the last ones; -1 is the context length.
+        truncation_side: which end of the prompt truncation cuts off, ``left`` (default) or ``right``.
+        repetition_detection: ends an output that repeats itself (``finish_reason`` repetition).
         output_kind: what each streamed output carries.
         extra_args: reserved for processors registered by the user; refused unless one takes them.
 
@@ -94,11 +139,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    repetition_detection: RepetitionDetection | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -135,6 +183,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
                     "truncate_prompt_tokens is 0; use -1 (the context length) or 1 and more.",
                     param="truncate_prompt_tokens",
                 )
+        if self.truncation_side is not None and self.truncation_side not in TRUNCATION_SIDES:
+            raise InvalidRequestError(
+                f"truncation_side must be 'left' or 'right', got {self.truncation_side!r}.",
+                param="truncation_side",
+            )
+        if self.repetition_detection is not None and not isinstance(
+            cast(Any, self.repetition_detection), RepetitionDetection
+        ):
+            raise InvalidRequestError(
+                "repetition_detection must be a RepetitionDetection.", param="repetition_detection"
+            )
+        if not isinstance(cast(Any, self.structured_outputs), (StructuredOutputsParams, type(None))):
+            raise InvalidRequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}.",
+                param="structured_outputs",
+            )
         self._check_stops()
         self._check_token_sets()
         self._normalise_temperature()
@@ -199,12 +263,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         return msgspec.structs.replace(self, **changes)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+def _check_int(name: str, value: object, low: int, high: int | None, *, param: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r}.", param=name)
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}.", param=param or name)
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {bound}, got {value}.", param=name)
+        raise InvalidRequestError(f"{name} must be {bound}, got {value}.", param=param or name)
 
 
 def _check_float(
@@ -253,3 +317,45 @@ def _check_ids(name: str, values: object) -> Sequence[int]:
     for value in values:
         _check_int(name, value, 0, None)
     return values
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=False):
+    """How to search with beams: the ``beam_width`` most likely outputs, as transformers' ``generate`` finds them.
+
+    Args:
+        beam_width: beams, and sequences returned (1 to 512).
+        max_tokens: output tokens at most.
+        ignore_eos: go on after the end-of-sequence token.
+        temperature: 0 or 1; scores are the model's own log probabilities, others are refused.
+        length_penalty: a sequence's score is its log probability over its length to this power.
+        include_stop_str_in_output: keep the end-of-sequence token in the text.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        InvalidRequestError: with the parameter's name.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAMS)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_float("length_penalty", self.length_penalty, -100.0, 100.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _check_bool(name, getattr(self, name))
+        if isinstance(cast(Any, self.temperature), bool) or self.temperature not in (0, 1):
+            raise InvalidRequestError(
+                f"temperature is {self.temperature}; beam search scores by the model's own probabilities: leave it out.",
+                param="temperature",
+            )
+
+    @property
+    def n(self) -> int:
+        """Choices of the answer."""
+        return self.beam_width

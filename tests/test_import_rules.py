@@ -16,9 +16,11 @@ import pytest
 # each other. A module or package directly under jaxserve/ is a room; so are pallas_kernels and sharding.
 FLOORS: list[set[str]] = [
     {"errors", "version", "pallas_kernels", "sharding"},
-    {"config", "kv_cache_spec", "logs", "outputs", "sampling_params"},
+    {"config", "kv_cache_spec", "logs", "outputs", "structured_outputs_params"},
+    {"sampling_params"},
     {"step"},
     {"metrics", "request", "tokenizer", "weights"},
+    {"structured_output"},
     {"kv_cache", "layers", "sampling"},
     {"models", "scheduler"},
     {"runner"},
@@ -35,7 +37,9 @@ STANDALONE_MAY_IMPORT = {"jax", "jaxlib", "numpy"}
 # The one place that gets the runner, inside a function; all else knows the runner by its protocol.
 RUNNER_FACTORY = "jaxserve.engine.factory"
 # Rooms that do not import JAX inside a function either.
-NEVER_JAX = {"server", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request"}
+NEVER_JAX = {
+    "server", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request", "structured_output",
+}  # fmt: skip
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
 
 ROOT = Path(__file__).parents[1]
