@@ -23,6 +23,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 # --- scheduler -> runner ------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ class InputProcessor:
         if len(text) <= characters:
             return text
         if params.truncate_prompt_tokens is not None:
-            return text[-characters:]
+            return text[:characters] if params.truncation_side == "right" else text[-characters:]
         raise InvalidRequestError(
             f"This model's maximum context length is {self.max_model_len} tokens, which hold {characters} "
             f"characters at most. However, your prompt has {len(text)} characters. Please reduce the length "
@@ -398,7 +398,7 @@ class InputProcessor:
             )
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
-        return token_ids[-keep:]
+        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
     def _check_length(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         if not token_ids:

@@ -25,7 +25,7 @@ from jaxserve.outputs import RequestMetrics
 from jaxserve.step import SchedulerStats
 
 PREFIX = "jaxserve:"
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 LABELS = ("model_name", "engine")
 
 

@@ -240,7 +240,11 @@ class Scheduler:
             if num_known >= request.next_cache_at:
                 self.kv_cache.cache_blocks(request)
             finish_reason = None
-            if num_known > request.max_computed_tokens or token_id in request.stop_token_ids:
+            if (
+                num_known > request.max_computed_tokens
+                or token_id in request.stop_token_ids
+                or request.detects_repetition
+            ):
                 finish_reason = check_stop(request, token_id)
                 if finish_reason is not None:
                     self._lifecycle.finish(request, finish_reason)

@@ -17,6 +17,10 @@ def check_stop(request: Request, token_id: int) -> FinishReason | None:
         return FinishReason.STOP
     if request.num_output_tokens >= request.max_tokens:
         return FinishReason.LENGTH
+    repetition = request.sampling_params.repetition_detection
+    if repetition is not None and request.num_output_tokens >= request.sampling_params.min_tokens:
+        if repetition.found_in(request.all_token_ids, request.num_output_tokens):
+            return FinishReason.REPETITION
     return None
 
 

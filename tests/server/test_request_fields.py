@@ -8,7 +8,7 @@ from fake_engine import FakeEngine
 from http_support import client_of
 
 from jaxserve.config import ServerConfig
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 from jaxserve.server.app import create_app
 from jaxserve.server.openai.requests import NOT_OVER_HTTP, ChatCompletionRequest, CompletionRequest
 
@@ -36,8 +36,14 @@ GIVEN = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "truncate_prompt_tokens": 100,
+    "truncation_side": "right",
+    "repetition_detection": {"max_pattern_size": 9, "min_count": 4},
 }
-EXPECTED = {**GIVEN, "logit_bias": {5: 1.5, 7: -100.0}}
+EXPECTED = {
+    **GIVEN,
+    "logit_bias": {5: 1.5, 7: -100.0},
+    "repetition_detection": RepetitionDetection(max_pattern_size=9, min_count=4),
+}
 BODIES = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},

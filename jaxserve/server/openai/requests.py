@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
+import warnings
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -53,6 +54,8 @@ def _http_type(annotation: Any) -> Any:
     """The annotation of a SamplingParams field, as JSON spells it and within the wire's limits."""
     if annotation is int:
         return Int64
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return _struct_type(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_http_type(argument) for argument in arguments)]  # noqa: UP007
@@ -61,6 +64,22 @@ def _http_type(annotation: Any) -> Any:
     if origin is dict:
         return Annotated[dict[str, float], AfterValidator(_token_id_keys)]
     return annotation
+
+
+def _struct_type(struct: type[msgspec.Struct]) -> Any:
+    """A struct among the sampling parameters, as a JSON object with its fields."""
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(struct):
+        default = ... if field.required else field.default
+        fields[field.name] = (_http_type(field.type), default)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a field named json hides pydantic's deprecated method
+        model = create_model(struct.__name__, __config__=STRICT, __doc__=struct.__doc__, **fields)
+
+    def to_struct(value: BaseModel) -> msgspec.Struct:
+        return struct(**{name: getattr(value, name) for name in value.model_fields_set})
+
+    return Annotated[model, AfterValidator(to_struct)]
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -108,6 +127,7 @@ class GenerationRequest(SamplingFields):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    session_id: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
