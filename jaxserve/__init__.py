@@ -13,16 +13,24 @@ from jaxserve.version import __version__
 if TYPE_CHECKING:
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.engine.llm import LLM
-    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+    from jaxserve.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from jaxserve.sampling_params import (
+        BeamSearchParams,
+        RepetitionDetection,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncEngine": "jaxserve.engine.async_engine",
+    "BeamSearchParams": "jaxserve.sampling_params",
+    "RepetitionDetection": "jaxserve.sampling_params",
     "SamplingParams": "jaxserve.sampling_params",
     "RequestOutputKind": "jaxserve.sampling_params",
     "StructuredOutputsParams": "jaxserve.structured_outputs_params",
+    "BeamSearchOutput": "jaxserve.outputs",
     "RequestOutput": "jaxserve.outputs",
     "CompletionOutput": "jaxserve.outputs",
     "Logprob": "jaxserve.outputs",
@@ -31,8 +39,11 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "Logprob",
+    "RepetitionDetection",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

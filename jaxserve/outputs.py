@@ -66,3 +66,22 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
+
+
+@dataclass
+class BeamSearchSequence:
+    """One sequence that a beam search found. ``tokens`` and ``text`` hold prompt and output."""
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """What a beam search found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

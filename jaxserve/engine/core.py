@@ -92,21 +92,26 @@ class EngineCore:
         try:
             if dispatched:
                 self._in_flight.append((step, self.runner.execute(step)))
+            read = None
             if self._in_flight and (len(self._in_flight) >= self._depth or not dispatched):
-                outputs = self._read_oldest()
+                read = self._read_oldest()
         except Exception:
             logger.exception("A step failed; its requests fail with it")
             outputs = self._fail_in_flight(step if dispatched else None)
+        else:
+            if read is not None:
+                # Not contained: an error in here leaves the scheduler's own state in doubt, and the engine ends.
+                outputs = self.scheduler.update_from_output(*read)
         outputs += self.scheduler.take_outputs()
         stats = self.scheduler.stats()
         stats.num_compilations = self.runner.num_compilations()
         return EngineCoreOutputs(outputs, stats, time.monotonic())
 
-    def _read_oldest(self) -> list[EngineCoreOutput]:
+    def _read_oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         step, pending = self._in_flight[0]
         result = pending.result()
         self._in_flight.popleft()
-        return self.scheduler.update_from_output(step, result)
+        return step, result
 
     def _fail_in_flight(self, newest: SchedulerOutput | None) -> list[EngineCoreOutput]:
         """Fail the requests of every step in flight: they share the device's state, which is made anew.

@@ -14,14 +14,17 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.beam_search import BeamSearch, next_logprobs, step_params
 from jaxserve.engine.factory import create_core
 from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
 from jaxserve.engine.input_processor import ProcessedRequest
-from jaxserve.engine.output_processor import OutputProcessor
+from jaxserve.engine.output_processor import OutputProcessor, ProcessedOutputs
 from jaxserve.engine.protocol import Prompt
-from jaxserve.errors import EngineDeadError, InvalidRequestError
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.metrics.snapshot import Metric
+from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxserve.tokenizer.chat_template import render
 from jaxserve.tokenizer.interface import Tokenizer
 
@@ -47,10 +50,18 @@ class LLM:
         self._front = Front.load(self._config.model_config)
         self._core = create_core(self._config)
         self._inputs = self._front.input_processor(self._config, self._core.info)
-        self._outputs = OutputProcessor(self._front.tokenizer)
+        info = self._core.info
+        self._metrics = EngineMetrics(self._config.model_config.model or "SmolLM2", info.max_model_len)
+        self._outputs = OutputProcessor(self._front.tokenizer, metrics=self._metrics)
         self._counter = itertools.count()
         self._lock = threading.RLock()
         self._closed = False
+        self._dead: BaseException | None = None
+        """What broke the engine core; nothing runs after it."""
+        self._enqueued: list[str] = []
+        """Ids of ``enqueue`` that ``wait_for_completion`` has not returned."""
+        self._finished: dict[str, RequestOutput | RequestFailedError] = {}
+        """What came of enqueued requests while others were waited for."""
 
     def generate(
         self,
@@ -75,6 +86,19 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong; nothing was run.
             RequestFailedError: a step failed.
         """
+        requests = self._process(prompts, sampling_params, priority)
+        ids = [request.request_id for request in requests]
+        with self._lock, _interrupts_between_steps() as check_interrupt:
+            finished = self._run_all(requests, use_tqdm, check_interrupt)
+        return [finished[request_id] for request_id in ids]
+
+    def _process(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[ProcessedRequest]:
+        """Validated requests, one a prompt; nothing is admitted yet."""
         self._ensure_open()
         many = _as_prompts(prompts)
         params = _per_prompt("sampling_params", sampling_params, len(many))
@@ -90,10 +114,7 @@ class LLM:
         ]  # fmt: skip
         for request in requests:
             check_fits(request, self._core.info)
-        ids = [request.request_id for request in requests]
-        with self._lock, _interrupts_between_steps() as check_interrupt:
-            finished = self._run_all(requests, use_tqdm, check_interrupt)
-        return [finished[request_id] for request_id in ids]
+        return requests
 
     def _run_all(
         self, requests: list[ProcessedRequest], use_tqdm: bool, check_interrupt: Callable[[], None]
@@ -101,14 +122,129 @@ class LLM:
         """Admit and run; whatever ends it early aborts what still runs."""
         ids = [request.request_id for request in requests]
         try:
-            for request in requests:
-                self._outputs.add_request(request)
-                for core_request in request.core_requests:
-                    self._core.add_request(core_request)
-            return self._run(len(requests), use_tqdm, check_interrupt)
+            self._admit(requests)
+            return self._run(ids, use_tqdm, check_interrupt)
         except BaseException:  # KeyboardInterrupt too: the engine stays usable
-            self._core.abort(self._outputs.abort_requests(ids))
+            self._abort(ids)
             raise
+
+    def _admit(self, requests: list[ProcessedRequest]) -> None:
+        for request in requests:
+            self._outputs.add_request(request)
+            for core_request in request.core_requests:
+                self._core.add_request(core_request)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        core_ids = self._outputs.abort_requests(request_ids)
+        if self._dead is None:
+            self._core.abort(core_ids)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Admit prompts without running them; ``wait_for_completion`` runs them all.
+
+        Args:
+            prompts, sampling_params, priority: as ``generate`` takes them.
+
+        Returns:
+            One request id a prompt.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was admitted.
+        """
+        requests = self._process(prompts, sampling_params, priority)
+        ids = [request.request_id for request in requests]
+        with self._lock:
+            try:
+                self._admit(requests)
+            except BaseException:
+                self._abort(ids)
+                raise
+            self._enqueued += ids
+        return ids
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run all that was enqueued.
+
+        Returns:
+            One output a prompt, in the order in which they were enqueued.
+
+        Raises:
+            RequestFailedError: a step failed; what else was enqueued is aborted.
+        """
+        self._ensure_open()
+        with self._lock, _interrupts_between_steps() as check_interrupt:
+            ids, self._enqueued = self._enqueued, []
+            before = {request_id: self._finished.pop(request_id, None) for request_id in ids}
+            waiting = [request_id for request_id, result in before.items() if result is None]
+            try:
+                finished = {**before, **self._run(waiting, use_tqdm, check_interrupt)}
+            except BaseException:
+                self._abort(waiting)
+                raise
+        outputs: list[RequestOutput] = []
+        for request_id in ids:
+            result = finished[request_id]
+            if not isinstance(result, RequestOutput):
+                raise result or RequestFailedError(f"Request {request_id!r} has no output.")
+            outputs.append(result)
+        return outputs
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of prompts, as transformers' ``generate(num_beams=…)`` finds them.
+
+        Args:
+            prompts: as ``generate`` takes them.
+            params: width, limits and length penalty.
+            use_tqdm: show a progress bar over the steps.
+
+        Returns:
+            One output a prompt, each with ``beam_width`` sequences, best first.
+
+        Raises:
+            InvalidRequestError: a prompt is wrong, or the width needs more log probabilities than the engine gives.
+        """
+        eos_token_ids = self._inputs.eos_token_ids
+        step = step_params(params, len(eos_token_ids), self._inputs.max_logprobs)
+        searches = [
+            BeamSearch(request.prompt_token_ids, params, eos_token_ids, self._core.info.max_model_len)
+            for request in self._process(prompts, step, None)
+        ]
+        with tqdm(total=params.max_tokens, desc="Beam search", disable=not use_tqdm) as bar:
+            while running := [search for search in searches if not search.finished]:
+                owners = [(search, prompt) for search in running for prompt in search.prompts()]
+                outputs = self.generate([prompt for _, prompt in owners], step, use_tqdm=False)
+                for search in running:
+                    scored = (output for (owner, _), output in zip(owners, outputs) if owner is search)
+                    search.advance([next_logprobs(output) for output in scored])
+                bar.update()
+        return [self._beams(search, params) for search in searches]
+
+    def _beams(self, search: BeamSearch, params: BeamSearchParams) -> BeamSearchOutput:
+        tokenizer = self._front.tokenizer
+        sequences: list[BeamSearchSequence] = []
+        for beam in search.best():
+            tokens = search.prompt_token_ids + beam.token_ids
+            cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+            text = None
+            if tokenizer is not None:
+                shown = tokens[:-1] if cut else tokens
+                text = tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            sequences.append(
+                BeamSearchSequence(tokens, beam.logprobs, beam.cumulative_logprob, text, beam.finish_reason)
+            )
+        return BeamSearchOutput(sequences)
 
     def chat(
         self,
@@ -116,6 +252,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -126,7 +263,7 @@ class LLM:
 
         Args:
             messages: ``[{"role": "user", "content": "…"}, …]``, or a list of such lists.
-            sampling_params, use_tqdm: as in ``generate``.
+            sampling_params, use_tqdm, priority: as in ``generate``.
             chat_template: Jinja text or file instead of the model's.
             add_generation_prompt: end with what begins the assistant's answer.
             continue_final_message: go on with the last message instead of answering it.
@@ -145,7 +282,7 @@ class LLM:
             )  # fmt: skip
             # The template writes the special tokens itself.
             prompts.append(self._inputs.encode(text, add_special_tokens=False))
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with ``skip_tokenizer_init``."""
@@ -154,6 +291,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What a prompt without parameters is sampled with."""
         return SamplingParams(**self._front.default_sampling_params)
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics of this engine, as ``/metrics`` of a server shows them: one entry a name and labels."""
+        return self._metrics.snapshot()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -179,29 +320,49 @@ class LLM:
     def _ensure_open(self) -> None:
         if self._closed:
             raise EngineDeadError("This LLM was closed; build a new one.")
+        if self._dead is not None:
+            raise EngineDeadError(f"The engine died: {self._dead!r}. Build a new LLM.") from self._dead
 
     def _run(
-        self, num_requests: int, use_tqdm: bool, check_interrupt: Callable[[], None]
+        self, request_ids: list[str], use_tqdm: bool, check_interrupt: Callable[[], None]
     ) -> dict[str, RequestOutput]:
-        """Step until every request has ended.
+        """Step until these requests have ended; what ends meanwhile of the enqueued ones is kept.
 
         Raises:
-            RequestFailedError: a request failed; the others are aborted.
+            RequestFailedError: one of these failed; the caller aborts the others.
+            EngineDeadError: the core broke.
         """
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=num_requests, desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while self._outputs.has_unfinished:
+        missing = set(request_ids)
+        with tqdm(total=len(missing), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while missing:
                 check_interrupt()
-                outputs = self._core.step()
-                processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp)
-                if processed.request_ids_to_abort:
-                    self._core.abort(processed.request_ids_to_abort)
-                for _, error in processed.failures:
-                    raise error
-                finished |= {result.request_id: result for result in processed.results}
-                if processed.results:
-                    bar.update(len(processed.results))
+                processed = self._step()
+                for request_id, error in processed.failures:
+                    if request_id in missing:
+                        raise error
+                    self._finished[request_id] = error
+                for result in processed.results:
+                    if result.request_id in missing:
+                        missing.remove(result.request_id)
+                        finished[result.request_id] = result
+                        bar.update()
+                    else:
+                        self._finished[result.request_id] = result
         return finished
+
+    def _step(self) -> ProcessedOutputs:
+        try:
+            outputs = self._core.step()
+        except Exception as error:  # a failed step is contained; this is the scheduler's own state
+            self._dead = error
+            raise EngineDeadError(f"The engine died: {error!r}. Build a new LLM.") from error
+        processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp)
+        if outputs.stats is not None:
+            self._metrics.record_stats(outputs.stats)
+        if processed.request_ids_to_abort:
+            self._core.abort(processed.request_ids_to_abort)
+        return processed
 
 
 @contextlib.contextmanager

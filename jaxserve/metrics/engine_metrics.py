@@ -21,6 +21,7 @@ from jaxserve.metrics.buckets import (
     TIME_TO_FIRST_TOKEN_SECONDS,
     one_two_five,
 )
+from jaxserve.metrics.snapshot import Metric, snapshot
 from jaxserve.outputs import RequestMetrics
 from jaxserve.step import SchedulerStats
 
@@ -141,6 +142,10 @@ class EngineMetrics:
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def snapshot(self) -> list[Metric]:
+        """The values now."""
+        return snapshot(self.registry)
 
     # --- declarations ----------------------------------------------------------------------------------
 
