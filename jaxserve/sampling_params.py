@@ -110,6 +110,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         detokenize: turn tokens into text.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
+        shown_special_tokens: ids of special tokens that stay in the text even with ``skip_special_tokens``: those that
+            a parser of tool calls or reasoning needs to see.
         truncate_prompt_tokens: keep only this many prompt tokens, the last ones; -1 is the context length.
         truncation_side: which end of the prompt truncation cuts off, ``left`` (default) or ``right``.
         repetition_detection: ends an output that repeats itself (``finish_reason`` repetition).
@@ -144,6 +146,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    shown_special_tokens: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     repetition_detection: RepetitionDetection | None = None
@@ -210,6 +213,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True.", param="stop")
         self.stop_token_ids = list(dict.fromkeys(_check_ids("stop_token_ids", self.stop_token_ids))) or None
+        shown = list(dict.fromkeys(_check_ids("shown_special_tokens", self.shown_special_tokens)))
+        self.shown_special_tokens = shown or None
         self.bad_words = list(_check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)) or None
 
     def _check_token_sets(self) -> None:

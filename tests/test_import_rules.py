@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"step"},
     {"metrics", "request", "tokenizer", "weights"},
     {"structured_output"},
-    {"kv_cache", "layers", "sampling"},
+    {"kv_cache", "layers", "parsers", "sampling"},
     {"models", "scheduler"},
     {"runner"},
     {"engine"},
@@ -38,7 +38,7 @@ STANDALONE_MAY_IMPORT = {"jax", "jaxlib", "numpy"}
 RUNNER_FACTORY = "jaxserve.engine.factory"
 # Rooms that do not import JAX inside a function either.
 NEVER_JAX = {
-    "server", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request", "structured_output",
+    "server", "parsers", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request", "structured_output",
 }  # fmt: skip
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
 

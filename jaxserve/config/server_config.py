@@ -24,10 +24,23 @@ class ServerConfig:
     max_body_bytes: int = setting(
         32 << 20, "Largest request body; a larger one is refused (413).", parse="size"
     )
+    response_store_bytes: int = setting(
+        64 << 20, "Memory for stored responses (/v1/responses); 0 stores none.", parse="size"
+    )
+    response_store_ttl: float = setting(3600.0, "Seconds for which a stored response is kept.")
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes tool calls: a parser's name, none, or auto (by its chat template and type).",
+    )
+    reasoning_parser: str = setting(
+        "auto", "How the model marks its reasoning: a parser's name, none, or auto (likewise)."
+    )
+    enable_auto_tool_choice: bool = setting(True, "Let requests leave it to the model whether to call tools.")
     allowed_origins: list[str] = setting([], "CORS origins; none by default.", parse="list")
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "shutdown_timeout")
         check_at_least(self, 1, "max_body_bytes")
+        check_at_least(self, 0, "response_store_bytes", "response_store_ttl")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}.", param="port")

@@ -82,6 +82,11 @@ class AsyncEngine:
         return self._front.tokenizer
 
     @property
+    def model_type(self) -> str | None:
+        """The model's family as ``config.json`` names it, such as ``qwen3``."""
+        return self._front.files.config.get("model_type")
+
+    @property
     def errored(self) -> BaseException | None:
         """Why the engine core died; None while it lives."""
         return self._client.error

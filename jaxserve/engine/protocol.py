@@ -37,6 +37,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def model_type(self) -> str | None:
+        """The model's family as ``config.json`` names it, such as ``qwen3``."""
+        ...
+
+    @property
     def errored(self) -> BaseException | None:
         """Why the engine core died; None while it lives."""
         ...

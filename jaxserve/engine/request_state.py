@@ -51,6 +51,7 @@ class CompletionState:
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
+                shown_special_tokens=params.shown_special_tokens or (),
             )
         self._include_stop = params.include_stop_str_in_output
         self._stop = StopChecker(params.stop, self._include_stop) if params.stop else None

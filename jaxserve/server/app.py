@@ -22,6 +22,7 @@ from jaxserve.server.openai.chat import chat_routes
 from jaxserve.server.openai.completions import completion_routes
 from jaxserve.server.openai.models import model_routes
 from jaxserve.server.openai.tokenize import tokenize_routes
+from jaxserve.server.openai.tool_output import parsers_of
 from jaxserve.server.operations import operation_routes
 from jaxserve.version import __version__
 
@@ -48,7 +49,14 @@ def create_app(
     metrics.record_cache_config(block_size=engine.info.block_size, num_gpu_blocks=engine.info.num_blocks)
     engine.attach_metrics(metrics)
     model = ServedModel(names, model_root or names[0], int(time.time()))
-    service = GenerationService(engine, model, metrics, chat_template)
+    service = GenerationService(
+        engine,
+        model,
+        metrics,
+        chat_template,
+        parsers=parsers_of(engine, config, chat_template),
+        auto_tool_choice=config.enable_auto_tool_choice,
+    )
 
     app = FastAPI(title="jaxserve", version=__version__, redoc_url=None)
     app.state.service = service

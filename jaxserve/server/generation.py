@@ -22,6 +22,7 @@ from jaxserve.errors import (
 )
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.parsers import ParserNames, ParserSet
 from jaxserve.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxserve.tokenizer.interface import Tokenizer
 
@@ -102,6 +103,8 @@ class GenerationService:
         model: the names it is served under.
         metrics: where refusals are counted; the engine counts the rest.
         chat_template: a template that replaces the model's own.
+        parsers: how the model's tool calls and reasoning are read.
+        auto_tool_choice: whether requests may leave it to the model whether to call tools.
     """
 
     def __init__(
@@ -110,11 +113,16 @@ class GenerationService:
         model: ServedModel,
         metrics: EngineMetrics,
         chat_template: str | None = None,
+        *,
+        parsers: ParserSet | None = None,
+        auto_tool_choice: bool = True,
     ) -> None:
         self.engine = engine
         self.model = model
         self._metrics = metrics
         self.chat_template = chat_template
+        self.parsers = parsers or ParserSet(ParserNames(), engine.tokenizer)
+        self.auto_tool_choice = auto_tool_choice
         self.draining = False
         """True while shutting down: nothing new is admitted."""
         self._active: set[str] = set()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.tokenizer.interface import Tokenizer
@@ -86,6 +86,24 @@ def content_format(chat_template: str) -> str:
     return "openai" if _compile(chat_template)[1].takes_lists else "string"
 
 
+def template_text(tokenizer: Tokenizer | None, chat_template: str | None, *, has_tools: bool) -> str:
+    """The template that ``render`` would take.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    return _choose_template(tokenizer, chat_template, has_tools)
+
+
+def variables(chat_template: str) -> frozenset[str]:
+    """What a template reads: names that it does not set itself, such as ``tools`` or ``enable_thinking``.
+
+    Raises:
+        InvalidRequestError: the template does not compile.
+    """
+    return _compile(chat_template)[1].variables
+
+
 # --- the template ------------------------------------------------------------------------------------------
 
 
@@ -107,6 +125,7 @@ class _Style:
         self.takes_strings = not self.takes_lists or any(
             node.name == "string" for node in tree.find_all(nodes.Test)
         )
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
 
 
 def _is_content(node: nodes.Node | None, names: frozenset[str] | set[str]) -> bool:

@@ -22,6 +22,7 @@ def make_detokenizer(
     *,
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
+    shown_special_tokens: Sequence[int] = (),
 ) -> Detokenizer:
     """The detokenizer that fits the tokenizer's decoder.
 
@@ -32,10 +33,14 @@ def make_detokenizer(
         skip_special_tokens: leave special tokens out.
         spaces_between_special_tokens: False takes away spaces that the decoder puts between added tokens
             (byte-level and byte-fallback decoders put none).
+        shown_special_tokens: special tokens that are not left out.
     """
+    shown = frozenset(shown_special_tokens) if skip_special_tokens else frozenset[int]()
     if isinstance(pieces, ProtocolPieces) or pieces.kind == "window":
-        return WindowDetokenizer(pieces, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
-    return IncrementalDetokenizer(pieces, prompt_token_ids, skip_special_tokens)
+        return WindowDetokenizer(
+            pieces, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens, shown
+        )
+    return IncrementalDetokenizer(pieces, prompt_token_ids, skip_special_tokens, shown)
 
 
 class IncrementalDetokenizer:
@@ -44,10 +49,14 @@ class IncrementalDetokenizer:
     __slots__ = ("_cache", "_pieces", "_strip", "pending")
 
     def __init__(
-        self, pieces: TokenPieces, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        pieces: TokenPieces,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._pieces = pieces
-        self._cache = pieces.without_special if skip_special_tokens else pieces.all
+        self._cache = pieces.showing(shown) if skip_special_tokens else pieces.all
         self.pending: bytes = pieces.pending_after(prompt_token_ids, skip_special_tokens)
         """Bytes that wait for the rest of their character."""
         cache = self._cache
@@ -94,7 +103,7 @@ class WindowDetokenizer:
     ``_window[:_read]`` has been emitted and is kept as context; the rest waits for the end of a character.
     """
 
-    __slots__ = ("_last_added", "_pieces", "_prefix", "_read", "_skip", "_spaces", "_window")
+    __slots__ = ("_last_added", "_pieces", "_prefix", "_read", "_shown", "_skip", "_spaces", "_window")
 
     def __init__(
         self,
@@ -102,9 +111,11 @@ class WindowDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._pieces = pieces
         self._skip = skip_special_tokens
+        self._shown = shown
         self._spaces = spaces_between_special_tokens or skip_special_tokens
         self._window: list[int] = list(prompt_token_ids[-CONTEXT:])
         self._read = len(self._window)
@@ -145,6 +156,10 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
+        if self._shown:
+            hidden = self._pieces.special_token_ids - self._shown
+            shown = [token_id for token_id in token_ids if token_id not in hidden]
+            return self._pieces.decode_window(shown, False)
         return self._pieces.decode_window(token_ids, self._skip)
 
 

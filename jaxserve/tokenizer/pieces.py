@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 Piece = str | bytes
 """A token's text; bytes where they are not UTF-8 on their own."""
+MAX_SHOWING = 16
+"""Sets of shown special tokens whose caches are kept."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -46,6 +48,19 @@ class TokenPieces:
         """Token id to piece; ids that do not exist have an empty one."""
         self.without_special = _PieceCache(self, skip_special=True)
         """The same with special tokens left out."""
+        self._showing: dict[frozenset[int], _PieceCache] = {}
+
+    def showing(self, special_token_ids: frozenset[int]) -> _PieceCache:
+        """``without_special``, but with these special tokens left in."""
+        if not special_token_ids:
+            return self.without_special
+        cache = self._showing.get(special_token_ids)
+        if cache is None:
+            cache = _PieceCache(self, skip_special=True)
+            cache.update((token_id, self.all[token_id]) for token_id in special_token_ids)
+            if len(self._showing) < MAX_SHOWING:
+                self._showing[special_token_ids] = cache
+        return cache
 
     def is_added(self, token_id: int) -> bool:
         """Whether the token stands beside the model's own vocabulary."""
@@ -132,11 +147,11 @@ class ProtocolPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = tokenizer.special_token_ids
+        self.special_token_ids = tokenizer.special_token_ids
 
     def is_added(self, token_id: int) -> bool:
         """Whether the token is special: the protocol knows no other added ones."""
-        return token_id in self._special
+        return token_id in self.special_token_ids
 
     def decode_window(self, token_ids: Sequence[int], skip_special: bool) -> str:
         """The tokenizer's own decoding."""

@@ -146,6 +146,7 @@ class FakeEngine:
     ) -> None:
         self.info = EngineInfo(max_model_len, VOCAB_SIZE, 16, 100, 1600, max_model_len - 1, 1, "fake")
         self.tokenizer = FakeTokenizer() if tokenizer else None
+        self.model_type: str | None = None
         self.errored: BaseException | None = None
         self.admitted: list[Admitted] = []
         self.aborted: list[str] = []

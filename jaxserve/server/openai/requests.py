@@ -36,7 +36,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: it ends up in logs and headers."""
 
-NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs"})
+NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens"})
 """Fields of SamplingParams that an endpoint decides or declares itself."""
 
 

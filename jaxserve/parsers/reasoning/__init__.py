@@ -1,0 +1,1 @@
+"""Reasoning parsers, one syntax a file."""

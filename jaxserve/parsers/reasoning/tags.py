@@ -1,0 +1,59 @@
+"""What reasoning syntaxes share: reasoning between two tags before the answer."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from jaxserve.parsers.interface import ReasoningParser
+from jaxserve.parsers.scan import partial_tag
+
+
+class TagReasoningParser(ReasoningParser):
+    """Reasoning from ``start`` to ``end``; what follows is the answer.
+
+    A template that opens the reasoning in the prompt, or closes it there because thinking is off, decides how
+    the output begins; else the output's own first tag does.
+    """
+
+    start: ClassVar[str]
+    assumed: ClassVar[Literal["reasoning", "content"]] = "content"
+    """What an output without an opening tag is, where the prompt does not say."""
+
+    def __init__(self, prompt: str = "") -> None:
+        super().__init__(prompt)
+        tail = prompt.rstrip()
+        self._state = "start"
+        self._assumed = self.assumed
+        if tail.endswith(self.start):
+            self._assumed = "reasoning"
+        elif tail.endswith(self.end):
+            self._state = "content"
+
+    def _advance(self, *, final: bool) -> None:
+        if self._state == "start":
+            self._begin(final=final)
+        if self._state == "reasoning":
+            self._reason(final=final)
+        if self._state == "content":
+            self._content(self._buffer)
+            self._buffer = ""
+
+    def _begin(self, *, final: bool) -> None:
+        text = self._buffer.lstrip()
+        if text.startswith(self.start):
+            self._buffer = text[len(self.start) :]
+            self._state = "reasoning"
+        elif final or not self.start.startswith(text):
+            self._state = self._assumed
+
+    def _reason(self, *, final: bool) -> None:
+        reasoning, end, rest = self._buffer.partition(self.end)
+        if end:
+            self._reasoning(reasoning)
+            self._buffer = rest
+            self._state = "content"
+            return
+        kept = 0 if final else partial_tag(self._buffer, (self.end,))
+        shown = len(self._buffer) - kept
+        self._reasoning(self._buffer[:shown])
+        self._buffer = self._buffer[shown:]

@@ -1,0 +1,1 @@
+"""Tool parsers, one syntax a file."""

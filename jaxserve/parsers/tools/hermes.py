@@ -1,0 +1,13 @@
+"""Hermes's tool calls, which Qwen 2.5 and 3 write, too: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+
+from __future__ import annotations
+
+from jaxserve.parsers.tools.tagged_json import TaggedJsonParser
+
+
+class HermesParser(TaggedJsonParser):
+    """One JSON object between each pair of tags."""
+
+    special_tokens = ("<tool_call>", "</tool_call>")
+    opening = ("<tool_call>",)
+    closing = ("</tool_call>",)

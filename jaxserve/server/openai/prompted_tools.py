@@ -1,0 +1,71 @@
+"""Tools for models whose chat template knows none: described in the system message, in Hermes's form.
+
+The answer's calls are read by the ``hermes`` parser; calls and results of earlier turns become text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.server.openai.messages import text_of
+
+PROMPTED_PARSER = "hermes"
+
+_INSTRUCTIONS = """You may call functions to help with the user's request. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call a function, answer with one JSON object between tags, for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>"""
+
+
+def in_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> Sequence[Mapping[str, Any]]:
+    """The conversation as text alone: ``tools`` in the system message, calls and results in the others.
+
+    Neighbouring user messages and results become one: many templates want users and assistants to alternate.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            _append_result(result, message)
+        elif message.get("tool_calls"):
+            result.append(_with_calls(message))
+        else:
+            result.append(dict(message))
+    if tools:
+        _describe(result, tools)
+    return result
+
+
+def _append_result(result: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+    text = f"<tool_response>\n{text_of(message)}\n</tool_response>"
+    if result and result[-1]["role"] == "user":
+        result[-1]["content"] = f"{text_of(result[-1])}\n{text}"
+    else:
+        result.append({"role": "user", "content": text})
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    parts = [text_of(message)] if message.get("content") else []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        parts.append(f"<tool_call>\n{text}\n</tool_call>")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(parts)}
+
+
+def _describe(result: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _INSTRUCTIONS.format(tools=lines)
+    if result[0]["role"] in ("system", "developer"):
+        result[0]["content"] = f"{text_of(result[0])}\n\n{text}"
+    else:
+        result.insert(0, {"role": "system", "content": text})

@@ -1,0 +1,209 @@
+"""OutputPlan: what tools and reasoning change about a request, for every endpoint that takes them.
+
+From the request's fields to the prompt's variables, the sampling parameters, and a parser for each choice::
+
+    plan = plan_output(service, body.messages, tools=body.tools, tool_choice=body.tool_choice, …)
+    params = plan.sampling_params(params)
+    prompt = await chat_prompt(service, plan.messages, tools=plan.tools, kwargs=plan.template_kwargs, …)
+    parser = plan.parser(prompt)          # one per choice; see jaxserve.parsers
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.protocol import EngineClient
+from jaxserve.errors import InvalidRequestError, UnsupportedError
+from jaxserve.parsers import OutputParser, ParserSet
+from jaxserve.parsers.interface import Schemas, StreamParser
+from jaxserve.parsers.registry import AUTO, resolve
+from jaxserve.parsers.tools.forced_json import ForcedArgumentsParser, ForcedCallsParser
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.generation import GenerationService
+from jaxserve.server.openai.prompted_tools import PROMPTED_PARSER, in_messages
+from jaxserve.server.openai.tools import ToolChoice, calls_schema, resolve_choice, schemas_of
+from jaxserve.structured_outputs_params import StructuredOutputsParams, json_schema_output
+from jaxserve.tokenizer import chat_template
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on and off."""
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How a request is prompted, sampled and read.
+
+    Args:
+        messages: for the template.
+        tools: for the template; None shows it none.
+        template_kwargs: further variables of the template.
+        choice: what holds of ``tool_choice``.
+        schemas: what may be called; None leaves calls in the content.
+    """
+
+    parsers: ParserSet
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
+    choice: ToolChoice
+    schemas: Schemas | None = None
+    parallel_tool_calls: bool = True
+    forced: StructuredOutputsParams | None = None
+    """The grammar of calls that are required."""
+
+    def sampling_params(self, params: SamplingParams) -> SamplingParams:
+        """``params``, with what the parsers need to see and the grammar of required calls.
+
+        Raises:
+            InvalidRequestError: the request has a grammar of its own beside required calls.
+        """
+        changes: dict[str, Any] = {}
+        if self.forced is not None:
+            if params.structured_outputs is not None:
+                raise InvalidRequestError(
+                    "tool_choice requires a call, and the request also constrains its output "
+                    f"({params.structured_outputs.param}): use one of them.",
+                    param="tool_choice",
+                )
+            changes["structured_outputs"] = self.forced
+        else:
+            has_tools = self.schemas is not None
+            shown = self.parsers.shown_special_tokens(tools=has_tools)
+            stops = self.parsers.stop_token_ids(tools=has_tools)
+            if shown:
+                changes["shown_special_tokens"] = shown
+            if stops:
+                changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *stops]
+        return params.clone(**changes) if changes else params
+
+    def parser(self, prompt: str) -> OutputParser:
+        """A parser for one choice of the answer to the rendered ``prompt``."""
+        if self.forced is None:
+            return self.parsers.create(
+                prompt, tools=self.schemas, parallel_tool_calls=self.parallel_tool_calls
+            )
+        kind: type[StreamParser] = ForcedCallsParser if self.choice.named is None else ForcedArgumentsParser
+        return OutputParser(None, kind(self.schemas or {}), parallel_tool_calls=self.parallel_tool_calls)
+
+
+def parsers_of(engine: EngineClient, config: ServerConfig, chat_template_text: str | None) -> ParserSet:
+    """The parsers of a server, as its flags and its model say.
+
+    A model whose template takes no tools gets them described in Hermes's form, and is read so.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    tokenizer = engine.tokenizer
+    template = None
+    if tokenizer is not None:
+        with contextlib.suppress(InvalidRequestError):  # no template: no chat, but completions
+            template = chat_template.template_text(tokenizer, chat_template_text, has_tools=True)
+    tool_call_parser = config.tool_call_parser
+    if tool_call_parser == AUTO and template is not None and not takes_tools(template):
+        tool_call_parser = PROMPTED_PARSER
+    return resolve(
+        tool_call_parser,
+        config.reasoning_parser,
+        chat_template=template,
+        tokenizer=tokenizer,
+        model_type=engine.model_type,
+    )
+
+
+def takes_tools(template: str) -> bool:
+    """Whether a chat template reads ``tools``."""
+    return "tools" in chat_template.variables(template)
+
+
+def plan_output(
+    service: GenerationService,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: ToolChoice | None = None,
+    parallel_tool_calls: bool | None = None,
+    reasoning_effort: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> OutputPlan:
+    """The plan of a request.
+
+    Args:
+        service: the server's model, template and parsers.
+        messages: checked (``check_messages``).
+        tools: checked (``check_tools``), in the form of chat completions.
+        tool_choice: checked (``check_tool_choice``); None is ``auto`` with tools, ``none`` without.
+        parallel_tool_calls: False allows one call.
+        reasoning_effort: one of EFFORTS.
+        template_kwargs: the request's own variables for the template; they win.
+
+    Raises:
+        InvalidRequestError: naming the parameter.
+    """
+    choice = resolve_choice(tool_choice, tools)
+    template = chat_template.template_text(service.tokenizer, service.chat_template, has_tools=bool(tools))
+    kwargs = {**_effort_kwargs(template, reasoning_effort), **(template_kwargs or {})}
+    plan = OutputPlan(
+        service.parsers, messages, tools, kwargs, choice, parallel_tool_calls=parallel_tool_calls is not False
+    )
+    if not takes_tools(template):
+        described = tools if choice.mode != "none" else None
+        plan = replace(plan, tools=None, messages=in_messages(messages, described))
+        if described and plan.parsers.names.tool not in (None, PROMPTED_PARSER):
+            raise UnsupportedError(
+                "The model's chat template does not take tools: give one that does with --chat-template, or leave "
+                "the choice of the parser to the server (--tool-call-parser auto).",
+                param="tools",
+            )
+    if not tools or choice.mode == "none":
+        return plan
+    return _with_tools(service, plan, tools)
+
+
+def _with_tools(
+    service: GenerationService, plan: OutputPlan, tools: Sequence[Mapping[str, Any]]
+) -> OutputPlan:
+    """The plan of a request whose answer may hold calls."""
+    schemas = schemas_of(tools, plan.choice)
+    forced: StructuredOutputsParams | None = None
+    if plan.choice.named is not None:
+        forced = json_schema_output(dict(schemas[plan.choice.named]), param="tools")
+    elif plan.choice.mode == "required":
+        forced = json_schema_output(calls_schema(schemas, parallel=plan.parallel_tool_calls), param="tools")
+    elif not service.auto_tool_choice:
+        raise UnsupportedError(
+            "tool_choice auto is switched off on this server (--no-enable-auto-tool-choice).",
+            param="tool_choice",
+        )
+    elif plan.parsers.names.tool is None:
+        raise UnsupportedError(
+            "This server has no parser for the model's tool calls: name one with --tool-call-parser, or use "
+            "tool_choice 'required' or a named function.",
+            param="tools",
+        )
+    return replace(plan, schemas=schemas, forced=forced)
+
+
+def _effort_kwargs(template: str, effort: str | None) -> dict[str, Any]:
+    """The template's variables for a reasoning effort.
+
+    Raises:
+        UnsupportedError: the template has none: the effort would be ignored.
+    """
+    if effort is None:
+        return {}
+    names = chat_template.variables(template)
+    kwargs: dict[str, Any] = {name: effort != "none" for name in THINKING_SWITCHES if name in names}
+    if "reasoning_effort" in names:
+        kwargs["reasoning_effort"] = effort
+    if not kwargs:
+        raise UnsupportedError(
+            f"reasoning_effort is {effort!r}, but the model's chat template has no setting for it; remove it.",
+            param="reasoning_effort",
+        )
+    return kwargs
