@@ -15,12 +15,15 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.protocol import EngineClient
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.http_metrics import HTTPMetrics
+from jaxserve.server.anthropic.messages import message_routes
 from jaxserve.server.errors import install_error_handlers
 from jaxserve.server.generation import GenerationService, ServedModel
 from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
 from jaxserve.server.openai.chat import chat_routes
 from jaxserve.server.openai.completions import completion_routes
 from jaxserve.server.openai.models import model_routes
+from jaxserve.server.openai.responses_api.routes import response_routes
+from jaxserve.server.openai.responses_api.store import ResponseStore
 from jaxserve.server.openai.tokenize import tokenize_routes
 from jaxserve.server.openai.tool_output import parsers_of
 from jaxserve.server.operations import operation_routes
@@ -63,6 +66,9 @@ def create_app(
     app.state.max_body_bytes = config.max_body_bytes
     app.include_router(chat_routes(service))
     app.include_router(completion_routes(service))
+    store = ResponseStore(config.response_store_bytes, config.response_store_ttl)
+    app.include_router(response_routes(service, store))
+    app.include_router(message_routes(service))
     app.include_router(model_routes(service))
     app.include_router(tokenize_routes(service))
     app.include_router(operation_routes(service, metrics))

@@ -1,5 +1,7 @@
 """Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``, ``code`` being the status.
 
+On Anthropic's paths they take Anthropic's: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
+
 A message never holds a path, a traceback or an address of the server.
 """
 
@@ -16,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from jaxserve.errors import (
     EngineDeadError,
@@ -61,6 +64,20 @@ class ErrorBody(msgspec.Struct):
     error: ErrorInfo
 
 
+class AnthropicErrorInfo(msgspec.Struct):
+    """The inside of an error body in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, tag="error"):
+    """An error body in Anthropic's form, also sent as the last event of a stream that broke."""
+
+    error: AnthropicErrorInfo
+    request_id: str
+
+
 def error_info(error: BaseException) -> ErrorInfo:
     """What the client is told about ``error``."""
     match error:
@@ -83,19 +100,53 @@ def error_info(error: BaseException) -> ErrorInfo:
             return ErrorInfo("The server failed to answer this request.", "InternalServerError", None, 500)
 
 
-def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
-    """The response to a request that ended in ``error`` before anything was sent."""
+def error_response(
+    error: BaseException, headers: Mapping[str, str] | None = None, *, scope: Scope | None = None
+) -> Response:
+    """The response to a request that ended in ``error`` before anything was sent.
+
+    Args:
+        error: why.
+        headers: further headers.
+        scope: of the request: its path decides about the form, which is OpenAI's without one.
+    """
     info = error_info(error)
-    body = msgspec.json.encode(ErrorBody(info))
-    return Response(body, info.code, headers=headers, media_type="application/json")
+    body: msgspec.Struct = ErrorBody(info)
+    if scope is not None and is_anthropic(scope):
+        body = anthropic_error(error, scope["state"]["request_id"])
+    return Response(msgspec.json.encode(body), info.code, headers=headers, media_type="application/json")
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the request speaks Anthropic's protocol."""
+    path = scope["path"]
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: BaseException, request_id: str) -> AnthropicErrorBody:
+    """``error`` in Anthropic's form."""
+    info = error_info(error)
+    fallback = "invalid_request_error" if info.code < 500 else "api_error"
+    inside = AnthropicErrorInfo(_ANTHROPIC_TYPES.get(info.code, fallback), info.message)
+    return AnthropicErrorBody(inside, request_id)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Render every error of the routes; anything unforeseen is left to the outermost middleware."""
 
-    async def handle(_request: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None)
-        return error_response(error, headers)
+        return error_response(error, headers, scope=request.scope)
 
     for kind in (JaxserveError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)

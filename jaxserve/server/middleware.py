@@ -18,12 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.metrics.http_metrics import HTTPMetrics
-from jaxserve.server.errors import HTTPProblem, error_response
+from jaxserve.server.errors import HTTPProblem, error_response, is_anthropic
 from jaxserve.server.streaming import ClientDisconnected
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 QUIET_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Polled all the time: not logged."""
@@ -93,18 +94,21 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._started = True
             self.status = message["status"]
-            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = self.request_id
+            if is_anthropic(self._scope):
+                headers[ANTHROPIC_ID_HEADER] = self.request_id
         await self._send(message)
 
     async def fail(self, error: Exception, receive: Receive) -> None:
         if self._started:
             # The head is out: all that is left is to break the connection off, which the server does for us.
             raise error
-        await error_response(error)(self._scope, receive, self.send)
+        await error_response(error, scope=self._scope)(self._scope, receive, self.send)
 
 
 class APIKeyMiddleware:
-    """Asks for ``Authorization: Bearer <key>`` on every path but the health checks."""
+    """Asks for ``Authorization: Bearer <key>``, or Anthropic's ``X-API-Key``, on every path but the health checks."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -115,14 +119,15 @@ class APIKeyMiddleware:
             await self._app(scope, receive, send)
             return
         error = HTTPProblem(401, "Missing or incorrect API key: send 'Authorization: Bearer <key>'.")
-        await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+        await error_response(error, {"www-authenticate": "Bearer"}, scope=scope)(scope, receive, send)
 
     def _allows(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        digests = [_digest(key.encode("latin-1")) for key in given if key]
         # Digests of one length, and no early end: the time says nothing about the keys.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches) and scheme.lower() == "bearer"
+        matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:
