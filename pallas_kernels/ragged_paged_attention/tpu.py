@@ -164,7 +164,7 @@ class TpuAttentionBackend:
         )
         tiles = self.tiles or choose_tiles(generation_of(self.generation), problem)
         queries = jnp.pad(q.astype(jnp.float32), ((0, tiles.query_tile), (0, 0), (0, lanes - head_size)))
-        out = jnp.zeros((num_tokens, num_heads, lanes), jnp.float32)
+        out = _blank(metadata, (num_tokens, num_heads, lanes))
         group = num_heads // kv_heads
         sinks = jnp.broadcast_to(
             sinks.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, LANES)
@@ -190,6 +190,15 @@ def tpu_backend(device: jax.Device, mesh: Mesh | None = None) -> TpuAttentionBac
         ValueError: for a generation that the tuning table does not list.
     """
     return TpuAttentionBackend(generation_of(device.device_kind), mesh)
+
+
+def _blank(metadata: AttentionMetadata, shape: tuple[int, int, int]) -> jax.Array:
+    """What the kernel fills in: zeros, and NaN for rows that a decode-only program leaves out: the wrong one was run."""
+    if not metadata.decode_only:
+        return jnp.zeros(shape, jnp.float32)
+    token = jnp.arange(shape[0])
+    left_out = (token >= metadata.distribution[0]) & (token < metadata.query_start_loc[-1])
+    return jnp.broadcast_to(jnp.where(left_out, jnp.nan, 0.0)[:, None, None], shape)
 
 
 def _stored(head_size: int) -> tuple[int, int]:

@@ -32,6 +32,8 @@ MASKED = -1e30
 """Score of an invisible key: finite. What a query adds up before it sees its first key, exp(MASKED - top) clears."""
 UNROLLED_HEADS = 8
 """Decoding unrolls up to this many KV heads: each one's products are short, and overlap with the next one's."""
+PHASE_BUFFERS = 6
+"""What a phase keeps in VMEM, see ``phase_scratch``."""
 
 
 def div(value: jax.Array, by: int) -> jax.Array:
@@ -81,7 +83,7 @@ def attend(
         q: float32 [T + query_tile, H, L].
         kv_cache: [num_blocks, P, K, block_size, L].
         out: float32 [T, H, L], updated in place.
-        decodes, tiles: items of one query, and of up to ``sizes.query_tile``.
+        decodes, tiles: items of one query, and of up to ``sizes.query_tile``; a list without room leaves its code out.
         tables: int32 [R, B], the rows' blocks.
         sinks: float32 [K, G, 128] extra logits; ``MASKED`` where there are none.
         options: scale, window, soft cap.
@@ -118,7 +120,7 @@ def attend(
             pltpu.VMEM((2, parts, kv_heads, sizes.kv_chunk, lanes), kv_cache.dtype),
             pltpu.SemaphoreType.DMA((3, 2)),
             *phase_scratch(1),
-            *phase_scratch(sizes.query_tile),
+            *(phase_scratch(sizes.query_tile) if num_items(tiles) else ()),
         ],
     )
     kernel = functools.partial(
@@ -145,11 +147,11 @@ def attend(
 def _kernel(
     decodes, tiles, tables, q, kv_cache, sinks, _, out, kv, semaphores, *scratch, shapes, options, most, tile
 ):
-    """Decoding rows, then the others. ``_`` is ``out`` under its input's name."""
+    """Decoding rows, then the others, if there may be any. ``_`` is ``out`` under its input's name."""
     shared = (tables, q, kv_cache, sinks, out, kv, semaphores)
-    half = len(scratch) // 2
-    _Phase(shapes, options, 1, most[0], decodes, *shared, *scratch[:half]).run()
-    _Phase(shapes, options, tile, most[1], tiles, *shared, *scratch[half:]).run()
+    _Phase(shapes, options, 1, most[0], decodes, *shared, *scratch[:PHASE_BUFFERS]).run()
+    if most[1]:
+        _Phase(shapes, options, tile, most[1], tiles, *shared, *scratch[PHASE_BUFFERS:]).run()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ def decode_items(metadata: AttentionMetadata, first_row: int, num_rows: int) -> 
 def tile_items(
     metadata: AttentionMetadata, first_row: int, num_rows: int, tile: int, num_tokens: int
 ) -> jax.Array:
-    """One item for each ``tile`` queries of the other live rows among these."""
+    """One item for each ``tile`` queries of the other live rows among these; no room for any in a decode-only step."""
+    if metadata.decode_only:
+        return jnp.zeros(1, jnp.int32)
     most = min(num_tokens, num_tokens // tile + num_rows)
     return _items(metadata, first_row, num_rows, tile, most, decoding=False)
 

@@ -47,6 +47,7 @@ class Case:
     sinks: bool = False
     tiles: Tiles = TILES
     batches: tuple[tuple[tuple[int, int], ...], ...] = (tuple(DECODE), tuple(MIXED))
+    decode_only: bool = False
 
 
 CASES = {
@@ -58,6 +59,7 @@ CASES = {
         2, 2, 80, options=AttentionOptions(0.1, sliding_window=35),
         tiles=replace(TILES, table_bytes=6 * 4 * TABLE_WIDTH),
     ),
+    "decoding rows alone": Case(4, 2, 64, batches=(tuple(DECODE), ()), decode_only=True),
     "two cores": Case(2, 1, 64, tiles=replace(TILES, cores=2), batches=(tuple(MIXED),)),
 }  # fmt: skip
 SLOW_CASES = {
@@ -99,12 +101,13 @@ def fixed_shapes(batch: RaggedBatch) -> RaggedBatch:
 
 def make_batch(case: Case, rows: tuple[tuple[int, int], ...], seed: int) -> RaggedBatch:
     live = sum(new for _, new in rows)
-    return fixed_shapes(
+    batch = fixed_shapes(
         ragged_batch(
             list(rows), heads=case.heads, kv_heads=case.kv_heads, head_size=case.head_size, dtype=case.dtype,
             block_size=case.block_size, seed=seed, pad_tokens=NUM_TOKENS - live, pad_rows=NUM_ROWS - len(rows),
         )
     )  # fmt: skip
+    return replace(batch, metadata=replace(batch.metadata, decode_only=case.decode_only))
 
 
 def f32(array: jax.Array) -> np.ndarray:
@@ -193,6 +196,15 @@ def test_empty_rows_among_live_ones():
     out_with, cache_with = run(case, replace(batch, metadata=meta))
     np.testing.assert_array_equal(out_with, out)
     np.testing.assert_array_equal(cache_with, cache)
+
+
+def test_a_live_row_in_the_wrong_program_shows():
+    """A decode-only program leaves rows with more queries out: NaN says so, zeros would not."""
+    case = CASES["decoding rows alone"]
+    out, _ = run(case, make_batch(case, ((33, 1), (20, 12)), seed=6))
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1:13]).all()
+    np.testing.assert_array_equal(out[13:], 0)
 
 
 @pytest.mark.parametrize(
