@@ -26,6 +26,7 @@ class OutputParser:
         reasoning: None leaves reasoning in the content.
         tools: None leaves calls in the content.
         parallel_tool_calls: False keeps the first call alone.
+        end_token_id: the token that ends the reasoning, for ``num_reasoning_tokens``.
     """
 
     def __init__(
@@ -34,15 +35,17 @@ class OutputParser:
         tools: StreamParser | None = None,
         *,
         parallel_tool_calls: bool = True,
+        end_token_id: int | None = None,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel_tool_calls
+        self._end_token_id = end_token_id
+        self._num_before_end = 0
+        self._end_seen = False
         self._trim = _Trim()
         self.num_calls = 0
         """Calls begun so far: the finish reason is ``tool_calls`` instead of ``stop`` if there are any."""
-        self.num_reasoning_tokens = 0
-        """Tokens fed while the reasoning went on (an estimate: a piece counts for where it ends)."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[OutputDelta]:
         """The deltas that the next piece decides.
@@ -51,10 +54,25 @@ class OutputParser:
             text: what is new of the choice's text.
             token_ids: the new tokens, for the count of reasoning tokens.
         """
-        deltas = self._keep(self._parse(text))
-        if token_ids and self._trim.in_reasoning:
-            self.num_reasoning_tokens += len(token_ids)
-        return deltas
+        if self._reasoning is None and self._tools is None:
+            return [ContentDelta(text)] if text else []
+        if not self._end_seen:
+            self._count(token_ids)
+        return self._keep(self._parse(text))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens before the one that ends the reasoning (all, as long as it goes on); 0 without reasoning."""
+        if not self._trim.has_reasoned:
+            return 0
+        return self._num_before_end if self._end_seen or self._trim.in_reasoning else 0
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        if self._end_token_id in token_ids:
+            self._num_before_end += token_ids.index(self._end_token_id)
+            self._end_seen = True
+        else:
+            self._num_before_end += len(token_ids)
 
     def finish(self) -> list[OutputDelta]:
         """The rest, after the last piece. Call it once."""
@@ -68,9 +86,8 @@ class OutputParser:
     def _parse(self, text: str) -> list[OutputDelta]:
         if self._reasoning is not None:
             return self._to_tools(self._reasoning.feed(text))
-        if self._tools is not None:
-            return self._tools.feed(text)
-        return [ContentDelta(text)] if text else []
+        assert self._tools is not None
+        return self._tools.feed(text)
 
     def _to_tools(self, deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
         if self._tools is None:
@@ -100,6 +117,7 @@ class _Trim:
         self._held = ""
         """White space that waits for what follows it."""
         self._last: type[OutputDelta] | None = None
+        self.has_reasoned = False
         self._strips = False
         """Whether white space at the front of what follows is dropped."""
 
@@ -112,6 +130,7 @@ class _Trim:
             self._held, self._last, self._strips = "", type(delta), True
             return [delta]
         kind = type(delta)
+        self.has_reasoned = self.has_reasoned or kind is ReasoningDelta
         if self._last is not kind:
             self._strips = self._last is not None or kind is ReasoningDelta
             self._held, self._last = "", kind

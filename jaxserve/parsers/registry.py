@@ -121,7 +121,17 @@ class ParserSet:
         tool: StreamParser | None = None
         if tools is not None and self.tool_class is not None:
             tool = self.tool_class(tools)
-        return OutputParser(reasoning, tool, parallel_tool_calls=parallel_tool_calls)
+        return OutputParser(
+            reasoning, tool, parallel_tool_calls=parallel_tool_calls, end_token_id=self.reasoning_end_id
+        )
+
+    @cached_property
+    def reasoning_end_id(self) -> int | None:
+        """The token that ends the reasoning; None where that is not a single one."""
+        if self.reasoning_class is None or self._tokenizer is None:
+            return None
+        ids = self._tokenizer.encode(self.reasoning_class.end, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
 
     def _classes(self, tools: bool) -> list[type[StreamParser]]:
         classes = [self.reasoning_class, self.tool_class if tools else None]

@@ -46,7 +46,8 @@ def render(
     Args:
         tokenizer: brings the template (``tool_use`` among several if there are tools) and the special tokens.
         messages: in OpenAI's form; fields that are None are left out. Text parts are joined by newlines,
-            unless the template takes lists. Arguments of tool calls, JSON in OpenAI's form, become objects.
+            unless the template takes lists. Arguments of tool calls, JSON in OpenAI's form, become objects,
+            unless the template takes text.
         chat_template: the template's text, or the name of one of the tokenizer's; None takes its default.
         add_generation_prompt: end with what begins the assistant's answer; ignored with
             ``continue_final_message``.
@@ -125,6 +126,15 @@ class _Style:
         self.takes_strings = not self.takes_lists or any(
             node.name == "string" for node in tree.find_all(nodes.Test)
         )
+        self.tests_for_none = any(
+            node.name == "none" and _is_content(node.node, names) for node in tree.find_all(nodes.Test)
+        )
+        self.takes_argument_text = any(
+            _is_arguments(operand)
+            for kind in (nodes.Add, nodes.Concat)
+            for node in tree.find_all(kind)
+            for operand in node.iter_child_nodes()
+        )
         self.variables = frozenset(meta.find_undeclared_variables(tree))
 
 
@@ -139,6 +149,15 @@ def _is_content(node: nodes.Node | None, names: frozenset[str] | set[str]) -> bo
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     return isinstance(node, nodes.Name) and node.name in names
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    """Whether an expression is a call's arguments, unfiltered: then they must be text."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "arguments"
+    return isinstance(node, nodes.Getitem) and (
+        isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+    )
 
 
 @functools.cache
@@ -233,8 +252,11 @@ def _prepare(message: Any, index: int, style: _Style) -> dict[str, Any]:
         raise InvalidRequestError(f"{path}.role must be a string.", param="messages")
     if "content" in fields:
         fields["content"] = _prepare_content(fields["content"], f"{path}.content", style)
-    for position, call in enumerate(_tool_calls(fields, path)):
-        _parse_arguments(call, f"{path}.tool_calls[{position}]")
+    calls = _tool_calls(fields, path)
+    for position, call in enumerate(calls):
+        _parse_arguments(call, f"{path}.tool_calls[{position}]", style)
+    if calls and style.tests_for_none and fields.get("content") in ("", []):
+        fields["content"] = None
     reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     if reasoning is not None:
         fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -279,21 +301,26 @@ def _tool_calls(fields: dict[str, Any], path: str) -> list[Any]:
     return cast("list[Any]", calls)
 
 
-def _parse_arguments(call: Any, path: str) -> None:
-    """OpenAI sends a call's arguments as JSON text; templates write them with ``tojson``."""
+def _parse_arguments(call: Any, path: str, style: _Style) -> None:
+    """OpenAI sends a call's arguments as JSON text; most templates write them with ``tojson``."""
     function = cast("dict[str, Any]", call).get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return
     fields = cast("dict[str, Any]", function)
     arguments = fields.get("arguments")
+    if isinstance(arguments, dict) and style.takes_argument_text:
+        fields["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, dict) and style.takes_argument_text:
+        fields["arguments"] = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         return
     try:
-        fields["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidRequestError(
             f"{path}.function.arguments is not valid JSON: {error}", param="messages"
         ) from error
+    fields["arguments"] = (arguments.strip() or "{}") if style.takes_argument_text else parsed
 
 
 # --- the final message -------------------------------------------------------------------------------------

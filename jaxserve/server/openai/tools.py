@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from pydantic import BaseModel
+
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 
 MAX_TOOLS = 1024
@@ -16,6 +18,35 @@ _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 MODES = ("none", "auto", "required")
 
 Mode = Literal["none", "auto", "required"]
+
+
+class FunctionField(BaseModel):
+    """A function, for the API's schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(BaseModel):
+    """A tool, for the API's schema."""
+
+    type: Literal["function"] = "function"
+    function: FunctionField
+
+
+class FunctionNameField(BaseModel):
+    """A function's name, for the API's schema."""
+
+    name: str
+
+
+class NamedToolField(BaseModel):
+    """A function that must be called, for the API's schema."""
+
+    type: Literal["function"] = "function"
+    function: FunctionNameField
 
 
 @dataclass(frozen=True)
