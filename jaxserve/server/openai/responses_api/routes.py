@@ -124,7 +124,15 @@ async def _admit(service: GenerationService, store: ResponseStore, body: Respons
         cache_salt=body.cache_salt,
     )
     response = _response(body, response_id, model, params, stored)
-    return ResponseRun(response, reply, store if stored else None, messages, body.input, body.num_logprobs)
+    return ResponseRun(
+        response,
+        reply,
+        store if stored else None,
+        messages,
+        body.input,
+        body.num_logprobs,
+        include_reasoning=body.include_reasoning is not False,
+    )
 
 
 def _new_id(store: ResponseStore, body: ResponseRequest) -> str:
