@@ -61,4 +61,13 @@ class RequestFailedError(JaxserveError):
 
 
 class QueueFullError(JaxserveError):
-    """Too many requests or tokens wait already (HTTP 503)."""
+    """Too many requests or tokens wait already (HTTP 503).
+
+    Args:
+        message: what is full.
+        reason: one word for the metrics: queue_full, queued_tokens or draining.
+    """
+
+    def __init__(self, message: str, *, reason: str = "queue_full") -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -36,9 +36,10 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "Refused: jaxserve never runs code from a checkpoint.")
     skip_tokenizer_init: bool = setting(False, "Serve token ids only.")
     generation_config: str = setting(
-        "auto", "Where sampling defaults come from: auto is the model's generation_config.json, jaxserve is none.",
-        choices=("auto", "jaxserve"),
-    )  # fmt: skip
+        "auto",
+        "Where sampling defaults come from: auto is the model's generation_config.json, jaxserve (or vllm) is none, "
+        "else the folder of another one.",
+    )
     override_generation_config: dict[str, Any] = setting(
         {}, "JSON merged over the sampling defaults.", parse="json"
     )
@@ -115,10 +116,14 @@ class SchedulerConfig:
     max_num_queued_reqs: int | None = setting(
         None, "Refuse requests (503) when this many wait. Default: no limit."
     )
+    max_num_queued_tokens: int | None = setting(
+        None, "Refuse requests (503) when prompts of this many tokens wait. Default: no limit.", parse="size"
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
+        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        check_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -57,7 +58,9 @@ class AsyncEngine:
         """
         client = CoreClient()
         try:
-            client.start(config)
+            # The limits of the queue are checked here, before a request is tokenized and sent.
+            unlimited = replace(config.scheduler_config, max_num_queued_reqs=None)
+            client.start(replace(config, scheduler_config=unlimited))
             front = Front.load(config.model_config)
             return cls(config, client, front, client.wait_ready())
         except BaseException:
@@ -85,6 +88,16 @@ class AsyncEngine:
     def model_type(self) -> str | None:
         """The model's family as ``config.json`` names it, such as ``qwen3``."""
         return self._front.files.config.get("model_type")
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Ids that end a sequence."""
+        return self._front.eos_token_ids
+
+    @property
+    def max_logprobs(self) -> int:
+        """The most log probabilities a request may ask for; -1 is the whole vocabulary."""
+        return self._config.model_config.max_logprobs
 
     @property
     def errored(self) -> BaseException | None:
@@ -134,7 +147,7 @@ class AsyncEngine:
         """
         self._ensure_alive()
         self._use_running_loop()
-        self._check_queue()
+        self._check_queue(sampling_params.n)
         check_priority(priority, self._config.scheduler_config)
         request = await self._inputs.process_async(
             request_id or f"req-{secrets.token_hex(12)}",
@@ -146,6 +159,7 @@ class AsyncEngine:
         )
         check_fits(request, self._info)
         self._ensure_alive()
+        self._check_queue(sampling_params.n, len(request.prompt_token_ids))
         queue = RequestOutputQueue()
         self._outputs.add_request(request, queue)
         self._client.add(request.core_requests)
@@ -203,13 +217,24 @@ class AsyncEngine:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
-    def _check_queue(self) -> None:
-        limit = self._config.scheduler_config.max_num_queued_reqs
-        waiting = self._outputs.num_unfinished - self._stats.num_running
-        if limit is not None and waiting >= limit:
+    def _check_queue(self, n: int, num_prompt_tokens: int = 1) -> None:
+        """Refuse a request that would wait beyond the limits; one that finds nothing waiting is never refused."""
+        config = self._config.scheduler_config
+        limit, waiting = config.max_num_queued_reqs, self._num_waiting()
+        if limit is not None and waiting and waiting + n > limit:
             raise QueueFullError(
                 f"{waiting} requests wait already (max_num_queued_reqs is {limit}). Try again later."
             )
+        limit, queued = config.max_num_queued_tokens, self._outputs.num_queued_tokens
+        if limit is not None and queued and queued + num_prompt_tokens > limit:
+            raise QueueFullError(
+                f"Prompts of {queued} tokens wait already (max_num_queued_tokens is {limit}). Try again later.",
+                reason="queued_tokens",
+            )
+
+    def _num_waiting(self) -> int:
+        """Completions that wait, by what the core last told of its batch."""
+        return max(0, self._outputs.num_unfinished_completions - self._stats.num_running)
 
     def _process(self, outputs: EngineCoreOutputs) -> None:
         processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp or None)

@@ -136,8 +136,8 @@ class CoreClient:
         self._reader.start()
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
-        """Admit requests."""
-        self._send(Add(requests))
+        """Admit the ``n`` choices of one prompt."""
+        self._send(Add.of(requests))
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests; unknown ids are ignored."""

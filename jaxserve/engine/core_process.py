@@ -96,8 +96,8 @@ class CoreProcess:
     def _handle(self, core: EngineCore, message: ToCore) -> bool:
         """False when told to stop."""
         match message:
-            case Add(requests):
-                for request in requests:
+            case Add():
+                for request in message.requests():
                     try:
                         core.add_request(request)
                     except JaxserveError as error:

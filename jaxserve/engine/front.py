@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jaxserve.config import EngineConfig, ModelConfig, SchedulerConfig
+from jaxserve.engine.grammars import grammar_compiler
 from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.step import EngineInfo
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.tokenizer.interface import Tokenizer
 from jaxserve.tokenizer.load import load_tokenizer, resolve_eos_token_ids
 from jaxserve.weights.resolve import ModelFiles, resolve_model
@@ -46,10 +49,15 @@ class Front:
                 tokenizer = load_tokenizer(files.path, files.format)
         hf_config = {**files.config, **config.hf_overrides}
         eos_token_ids = resolve_eos_token_ids(tokenizer, hf_config, files.generation_config)
-        return cls(files, tokenizer, eos_token_ids, sampling_defaults(config, files.generation_config))
+        generation_config = read_generation_config(config.generation_config, files.generation_config)
+        return cls(files, tokenizer, eos_token_ids, sampling_defaults(config, generation_config))
 
-    def input_processor(self, config: EngineConfig, info: EngineInfo) -> InputProcessor:
-        """For a ready engine."""
+    def input_processor(
+        self, config: EngineConfig, info: EngineInfo, grammars: GrammarCompiler | None = None
+    ) -> InputProcessor:
+        """For a ready engine; ``grammars`` of a core in the same process are shared."""
+        if grammars is None:
+            grammars = grammar_compiler(lambda: (self.tokenizer, self.eos_token_ids), lambda: info.vocab_size)
         return InputProcessor(
             self.tokenizer,
             max_model_len=info.max_model_len,
@@ -58,13 +66,37 @@ class Front:
             eos_token_ids=self.eos_token_ids,
             seed=config.model_config.seed,
             default_sampling_params=self.default_sampling_params,
+            grammars=grammars,
         )
+
+
+def read_generation_config(source: str, of_model: dict[str, Any]) -> dict[str, Any]:
+    """The generation config that ``generation_config`` names: the model's, none, or a folder's.
+
+    Raises:
+        ConfigError: the folder has no readable generation_config.json.
+    """
+    if source == "auto":
+        return of_model
+    if source in ("jaxserve", "vllm"):
+        return {}
+    path = Path(source).expanduser() / "generation_config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"generation_config {source!r} is neither 'auto' nor 'jaxserve' nor a folder with a readable "
+            f"generation_config.json: {error}",
+            param="generation_config",
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object.", param="generation_config")
+    return cast("dict[str, Any]", content)
 
 
 def sampling_defaults(config: ModelConfig, generation_config: dict[str, Any]) -> dict[str, Any]:
     """SamplingParams fields that requests leave open: the model's, then the server's."""
-    given = {} if config.generation_config == "jaxserve" else generation_config
-    merged = {**given, **config.override_generation_config}
+    merged = {**generation_config, **config.override_generation_config}
     if merged.get("do_sample") is False and "temperature" not in config.override_generation_config:
         merged["temperature"] = (
             None  # transformers ignores the temperature then; so do the request's defaults

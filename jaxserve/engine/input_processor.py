@@ -19,6 +19,7 @@ from jaxserve.engine.protocol import Prompt
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import EngineCoreRequest
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.tokenizer.fast_tokenizer import FastTokenizer
 from jaxserve.tokenizer.interface import Tokenizer
 
@@ -62,6 +63,7 @@ class InputProcessor:
         eos_token_ids: ids that end a sequence.
         seed: of the generator from which requests without a seed draw theirs.
         default_sampling_params: fields of SamplingParams where a request brings none at all.
+        grammars: where structured_outputs are tried out; None refuses them.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class InputProcessor:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         default_sampling_params: Mapping[str, Any] | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -82,6 +85,7 @@ class InputProcessor:
         self.eos_token_ids = list(eos_token_ids)
         self.default_sampling_params = dict(default_sampling_params or {})
         self._seeds = np.random.default_rng(seed % _INT64)
+        self._grammars = grammars
         self._executor: ThreadPoolExecutor | None = None
 
     # --- a request -----------------------------------------------------------------------------------------
@@ -117,6 +121,8 @@ class InputProcessor:
             draft.token_ids = self.encode(
                 self._fitting(draft.text, draft.params), add_special_tokens=add_special_tokens
             )
+        if (outputs := draft.params.structured_outputs) is not None:
+            self._need_grammars().check(outputs)
         return self._finish(draft)
 
     async def process_async(
@@ -135,6 +141,8 @@ class InputProcessor:
         if draft.token_ids is None and draft.text is not None:
             text = self._fitting(draft.text, draft.params)
             draft.token_ids = await self.encode_async(text, add_special_tokens=add_special_tokens)
+        if (outputs := draft.params.structured_outputs) is not None:
+            await self._need_grammars().check_async(outputs)
         return self._finish(draft)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -162,6 +170,8 @@ class InputProcessor:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
+        if self._grammars is not None:
+            self._grammars.close()
 
     # --- its parts -----------------------------------------------------------------------------------------
 
@@ -239,6 +249,13 @@ class InputProcessor:
                 param=param,
             )
         return self.tokenizer
+
+    def _need_grammars(self) -> GrammarCompiler:
+        if self._grammars is None:
+            raise UnsupportedError(
+                "structured_outputs is not supported by this engine.", param="structured_outputs"
+            )
+        return self._grammars
 
     # --- sampling parameters -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_t
 from jaxserve.engine.input_processor import ProcessedRequest
 from jaxserve.engine.output_processor import OutputProcessor, ProcessedOutputs
 from jaxserve.engine.protocol import Prompt
-from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.snapshot import Metric
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -49,7 +49,7 @@ class LLM:
         self._config = EngineConfig.from_kwargs(model=model, **kwargs)
         self._front = Front.load(self._config.model_config)
         self._core = create_core(self._config)
-        self._inputs = self._front.input_processor(self._config, self._core.info)
+        self._inputs = self._front.input_processor(self._config, self._core.info, self._core.grammars)
         info = self._core.info
         self._metrics = EngineMetrics(self._config.model_config.model or "SmolLM2", info.max_model_len)
         self._outputs = OutputProcessor(self._front.tokenizer, metrics=self._metrics)
@@ -60,7 +60,7 @@ class LLM:
         """What broke the engine core; nothing runs after it."""
         self._enqueued: list[str] = []
         """Ids of ``enqueue`` that ``wait_for_completion`` has not returned."""
-        self._finished: dict[str, RequestOutput | RequestFailedError] = {}
+        self._finished: dict[str, RequestOutput | JaxserveError] = {}
         """What came of enqueued requests while others were waited for."""
 
     def generate(

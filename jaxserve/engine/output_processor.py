@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.engine.input_processor import ProcessedRequest
 from jaxserve.engine.output_queue import RequestOutputQueue
 from jaxserve.engine.request_state import CompletionState, RequestState
-from jaxserve.errors import InvalidRequestError, RequestFailedError
+from jaxserve.errors import InvalidRequestError, JaxserveError, RequestFailedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.step import EngineCoreOutput
 from jaxserve.tokenizer.interface import Tokenizer
@@ -28,7 +28,7 @@ class ProcessedOutputs(NamedTuple):
     results: list[RequestOutput]
     request_ids_to_abort: list[str]
     """Requests of the core that ended here (a stop string, a failed sibling): the core must drop them."""
-    failures: list[tuple[str, RequestFailedError]]
+    failures: list[tuple[str, JaxserveError]]
 
 
 class OutputProcessor:
@@ -45,11 +45,20 @@ class OutputProcessor:
         self._requests: dict[str, RequestState] = {}
         self._completions: dict[str, CompletionState] = {}
         """By the core's request id."""
+        self._queued_tokens: dict[str, int] = {}
+        """Prompt tokens of the requests that have no token yet, by request id."""
+        self.num_queued_tokens = 0
+        """Their sum."""
 
     @property
     def num_unfinished(self) -> int:
         """Requests that run (n completions count once)."""
         return len(self._requests)
+
+    @property
+    def num_unfinished_completions(self) -> int:
+        """Completions that run: what the core counts."""
+        return len(self._completions)
 
     @property
     def has_unfinished(self) -> bool:
@@ -75,6 +84,8 @@ class OutputProcessor:
         if queue is not None:
             queue.attach(state)
         self._requests[state.request_id] = state
+        self._queued_tokens[state.request_id] = len(state.prompt_token_ids)
+        self.num_queued_tokens += len(state.prompt_token_ids)
         for completion in state.completions:
             self._completions[completion.core_id] = completion
 
@@ -96,7 +107,7 @@ class OutputProcessor:
                 continue
             state = completion.request
             if output.error is not None:
-                self._fail(completion, output.error, processed)
+                self._fail(completion, output, processed)
                 continue
             if self._append(completion, output, now):
                 processed.request_ids_to_abort.append(output.request_id)
@@ -135,6 +146,7 @@ class OutputProcessor:
         """Raise ``error`` to every reader and forget all requests: the core died."""
         states, self._requests = list(self._requests.values()), {}
         self._completions = {}
+        self._queued_tokens, self.num_queued_tokens = {}, 0
         for state in states:
             if state.queue is not None:
                 state.queue.fail(error)
@@ -164,6 +176,7 @@ class OutputProcessor:
             times.first_token_time = now
             times.first_scheduled_time = output.first_scheduled_time
             state.num_cached_tokens = output.num_cached_tokens
+            self._unqueue(state.request_id)
             if metrics is not None:
                 waited = now - times.arrival_time
                 metrics.record_prompt(len(state.prompt_token_ids), output.num_cached_tokens, waited)
@@ -172,23 +185,34 @@ class OutputProcessor:
             metrics.record_tokens(num_tokens, since)
         completion.last_token_time = times.last_token_time = now
 
+    def _unqueue(self, request_id: str) -> None:
+        self.num_queued_tokens -= self._queued_tokens.pop(request_id, 0)
+
     def _finish(self, completion: CompletionState) -> None:
         state = completion.request
         del self._completions[completion.core_id]
         state.num_running -= 1
         if state.num_running == 0:
             del self._requests[state.request_id]
+            self._unqueue(state.request_id)
             self._record_finished(state, completion.finish_reason or "error")
 
-    def _fail(self, completion: CompletionState, reason: str, processed: ProcessedOutputs) -> None:
+    def _fail(
+        self, completion: CompletionState, output: EngineCoreOutput, processed: ProcessedOutputs
+    ) -> None:
         """One completion failed: the request fails, and its other completions are dropped."""
         state = completion.request
-        error = RequestFailedError(f"Request {state.request_id!r} failed: {reason}")
+        error: JaxserveError
+        if output.invalid_param is not None:
+            error = InvalidRequestError(output.error or "", param=output.invalid_param or None)
+        else:
+            error = RequestFailedError(f"Request {state.request_id!r} failed: {output.error}")
         running = [c.core_id for c in state.completions if c.finish_reason is None]
         for core_id in running:
             del self._completions[core_id]
         processed.request_ids_to_abort.extend(core_id for core_id in running if core_id != completion.core_id)
         del self._requests[state.request_id]
+        self._unqueue(state.request_id)
         if state.queue is not None:
             state.queue.fail(error)
         else:

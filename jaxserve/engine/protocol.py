@@ -42,6 +42,16 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Ids that end a sequence."""
+        ...
+
+    @property
+    def max_logprobs(self) -> int:
+        """The most log probabilities a request may ask for; -1 is the whole vocabulary."""
+        ...
+
+    @property
     def errored(self) -> BaseException | None:
         """Why the engine core died; None while it lives."""
         ...

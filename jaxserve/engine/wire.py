@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from jaxserve.step import EngineCoreOutputs, EngineCoreRequest, EngineInfo
 
 
-class Add(msgspec.Struct, tag=True):
-    """Requests to admit, in order."""
+class Choice(msgspec.Struct, array_like=True, gc=False):
+    """One of a prompt's completions."""
 
-    requests: list[EngineCoreRequest]
+    request_id: str
+    seed: int
+
+
+class Add(msgspec.Struct, tag=True):
+    """A request to admit, and its further choices: the same but for id and seed, so the prompt goes once."""
+
+    request: EngineCoreRequest
+    choices: list[Choice]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineCoreRequest]) -> Add:
+        """The message for the ``n`` choices of one prompt."""
+        return cls(requests[0], [Choice(request.request_id, request.seed) for request in requests[1:]])
+
+    def requests(self) -> Iterator[EngineCoreRequest]:
+        """All of them. Only the first one scores the prompt."""
+        first = self.request
+        yield first
+        params = first.sampling_params
+        if self.choices and params.prompt_logprobs is not None:
+            params = params.clone(prompt_logprobs=None)
+        for choice in self.choices:
+            yield msgspec.structs.replace(
+                first, request_id=choice.request_id, seed=choice.seed, sampling_params=params
+            )
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Metric as Family
+from prometheus_client import CollectorRegistry
+from prometheus_client import Metric as Family
 
 
 @dataclass(frozen=True)

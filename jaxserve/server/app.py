@@ -17,7 +17,7 @@ from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.http_metrics import HTTPMetrics
 from jaxserve.server.anthropic.messages import message_routes
 from jaxserve.server.errors import install_error_handlers
-from jaxserve.server.generation import GenerationService, ServedModel
+from jaxserve.server.generation import GenerationService, ServedModel, ServiceLimits
 from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
 from jaxserve.server.openai.chat import chat_routes
 from jaxserve.server.openai.completions import completion_routes
@@ -59,11 +59,18 @@ def create_app(
         chat_template,
         parsers=parsers_of(engine, config, chat_template),
         auto_tool_choice=config.enable_auto_tool_choice,
+        limits=ServiceLimits(
+            max_n=config.max_n,
+            trust_request_chat_template=config.trust_request_chat_template,
+            report_cached_tokens=config.enable_prompt_tokens_details,
+            log_requests=config.enable_log_requests,
+        ),
     )
 
-    app = FastAPI(title="jaxserve", version=__version__, redoc_url=None)
+    app = FastAPI(title="jaxserve", version=__version__, redoc_url=None, root_path=config.root_path)
     app.state.service = service
     app.state.max_body_bytes = config.max_body_bytes
+    app.state.sse_keep_alive_interval = config.sse_keep_alive_interval
     app.include_router(chat_routes(service))
     app.include_router(completion_routes(service))
     store = ResponseStore(config.response_store_bytes, config.response_store_ttl)
@@ -84,6 +91,10 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: HTTPMetrics) ->
     if config.allowed_origins:
         # Outside the keys: a browser asks for permission without one.
         app.add_middleware(
-            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
         )
-    app.add_middleware(RequestMiddleware, metrics=metrics)
+    app.add_middleware(RequestMiddleware, metrics=metrics, send_ids=config.enable_request_id_headers)

@@ -31,6 +31,8 @@ from jaxserve.errors import (
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER_SECONDS = "1"
+"""When a client that was refused because of a full queue should ask again."""
 MAX_REPORTED = 10
 """Errors of one body that are spelt out."""
 MAX_VALUE_CHARS = 200
@@ -114,6 +116,8 @@ def error_response(
     body: msgspec.Struct = ErrorBody(info)
     if scope is not None and is_anthropic(scope):
         body = anthropic_error(error, scope["state"]["request_id"])
+    if isinstance(error, QueueFullError):
+        headers = {"retry-after": RETRY_AFTER_SECONDS, **(headers or {})}
     return Response(msgspec.json.encode(body), info.code, headers=headers, media_type="application/json")
 
 

@@ -7,11 +7,13 @@ answer or returns an EventStream over it. A client that leaves aborts what it as
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from jaxserve.engine.beam_search import step_params
 from jaxserve.engine.protocol import EngineClient, Prompt, RequestStream
 from jaxserve.errors import (
     EngineDeadError,
@@ -23,13 +25,48 @@ from jaxserve.errors import (
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import ParserNames, ParserSet
-from jaxserve.sampling_params import MAX_N, RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import MAX_N, BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxserve.server.beams import BeamRequests, BeamSamplingParams
 from jaxserve.tokenizer.interface import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
+BEAM_FIELDS = ("use_beam_search", "length_penalty")
+"""Fields that are no sampling parameters."""
+BEAM_COMPANIONS = frozenset(
+    {
+        *BEAM_FIELDS, "n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+        "logprobs", "truncate_prompt_tokens", "truncation_side",
+    }
+)  # fmt: skip
+"""What a beam search honours."""
+BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "repetition_penalty": (1,), "min_tokens": (0,), "stop": ([],),
+    "stop_token_ids": ([],), "bad_words": ([],), "logit_bias": ({},), "spaces_between_special_tokens": (True,),
+}  # fmt: skip
+"""Values that ask for nothing and may stand beside it."""
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """What requests may ask for, and what answers tell.
+
+    Args:
+        max_n: choices of one request, over all its prompts.
+        trust_request_chat_template: whether requests may bring a chat template.
+        report_cached_tokens: name the cached prompt tokens in usage.
+        log_requests: log each request with its prompt.
+    """
+
+    max_n: int = MAX_N
+    trust_request_chat_template: bool = False
+    report_cached_tokens: bool = False
+    log_requests: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +96,9 @@ class Submission:
         self._ids.append(request_id)
         self._streams.append(stream)
         self._active.add(request_id)
+
+    reports_cached_tokens = False
+    """Whether usage names the prompt tokens that were found in the prefix cache."""
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Every output with its prompt's index, as they come.
@@ -105,6 +145,7 @@ class GenerationService:
         chat_template: a template that replaces the model's own.
         parsers: how the model's tool calls and reasoning are read.
         auto_tool_choice: whether requests may leave it to the model whether to call tools.
+        limits: what requests may ask for.
     """
 
     def __init__(
@@ -116,6 +157,7 @@ class GenerationService:
         *,
         parsers: ParserSet | None = None,
         auto_tool_choice: bool = True,
+        limits: ServiceLimits | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -123,6 +165,7 @@ class GenerationService:
         self.chat_template = chat_template
         self.parsers = parsers or ParserSet(ParserNames(), engine.tokenizer)
         self.auto_tool_choice = auto_tool_choice
+        self.limits = limits or ServiceLimits()
         self.draining = False
         """True while shutting down: nothing new is admitted."""
         self._active: set[str] = set()
@@ -182,23 +225,64 @@ class GenerationService:
         Raises:
             InvalidRequestError: with the parameter's name.
         """
+        if requested.get("use_beam_search"):
+            return self._beam_params(requested, default_max_tokens, max_tokens_param)
+        if requested.get("length_penalty", 1.0) != 1.0:
+            raise InvalidRequestError(
+                "length_penalty counts in beam search only: set use_beam_search, or remove it.",
+                param="length_penalty",
+            )
+        requested = {name: value for name, value in requested.items() if name not in BEAM_FIELDS}
         defaults = self.engine.default_sampling_params()
         values: dict[str, Any] = {"max_tokens": default_max_tokens, **defaults, **requested}
         stop_ids = [*(defaults.get("stop_token_ids") or ()), *(requested.get("stop_token_ids") or ())]
         values["stop_token_ids"] = stop_ids or None
-        max_tokens = values["max_tokens"]
-        if requested.get("max_tokens") is not None and max_tokens > self.max_model_len:
-            raise InvalidRequestError(
-                f"{max_tokens_param} is {max_tokens}, but this model's maximum context length is "
-                f"{self.max_model_len} tokens; lower it.",
-                param=max_tokens_param,
-            )
+        self._check_max_tokens(requested.get("max_tokens"), max_tokens_param)
         if stream and requested.get("prompt_logprobs") is not None:
             raise InvalidRequestError(
                 "prompt_logprobs is not available with stream=true.", param="prompt_logprobs"
             )
         values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**values)
+
+    def _check_max_tokens(self, max_tokens: int | None, param: str) -> None:
+        if max_tokens is not None and max_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"{param} is {max_tokens}, but this model's maximum context length is "
+                f"{self.max_model_len} tokens; lower it.",
+                param=param,
+            )
+
+    def _beam_params(
+        self, requested: Mapping[str, Any], default_max_tokens: int | None, max_tokens_param: str
+    ) -> SamplingParams:
+        """The parameters of a request for beam search, which takes few of the others: the rest is refused."""
+        for name, value in requested.items():
+            if name not in BEAM_COMPANIONS and not (name in BEAM_NEUTRAL and value in BEAM_NEUTRAL[name]):
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", param=name)
+        max_tokens = requested.get("max_tokens", default_max_tokens)
+        self._check_max_tokens(max_tokens, max_tokens_param)
+        width = requested.get("n", 1)
+        beam = BeamSearchParams(
+            beam_width=width,
+            max_tokens=self.max_model_len if max_tokens is None else max_tokens,
+            ignore_eos=requested.get("ignore_eos", False),
+            length_penalty=requested.get("length_penalty", 1.0),
+            include_stop_str_in_output=requested.get("include_stop_str_in_output", False),
+            skip_special_tokens=requested.get("skip_special_tokens", True),
+        )
+        step_params(
+            beam, len(self.engine.eos_token_ids), self.engine.max_logprobs
+        )  # refuses what is too wide
+        return BeamSamplingParams(
+            n=width,
+            max_tokens=beam.max_tokens,
+            logprobs=requested.get("logprobs"),
+            truncate_prompt_tokens=requested.get("truncate_prompt_tokens"),
+            truncation_side=requested.get("truncation_side"),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            beam=beam,
+        )
 
     async def submit(
         self,
@@ -218,13 +302,17 @@ class GenerationService:
             EngineDeadError: the engine core died.
         """
         self._check_open()
-        _check_choices(len(prompts), params.n)
+        self._check_choices(len(prompts), params.n)
         submission = Submission(self._active)
+        submission.reports_cached_tokens = self.limits.report_cached_tokens
         try:
             for index, prompt in enumerate(prompts):
                 # Clients choose request ids and may repeat them; the engine's must be unique.
                 engine_id = f"{request_id}-{index}-{secrets.token_hex(4)}"
-                stream = await self.engine.add_request(
+                add_request = self.engine.add_request
+                if isinstance(params, BeamSamplingParams):
+                    add_request = BeamRequests(self.engine, params).add_request
+                stream = await add_request(
                     prompt,
                     params,
                     request_id=engine_id,
@@ -235,9 +323,12 @@ class GenerationService:
                 submission.add(engine_id, stream)
         except BaseException as error:
             if isinstance(error, QueueFullError):
-                self._metrics.record_rejected("queue_full")
+                self._metrics.record_rejected(error.reason)
             await submission.aclose()
             raise
+        if self.limits.log_requests:
+            for prompt in prompts:
+                logger.info("Request %s: prompt %.2000r, %s", request_id, prompt, params)
         return submission
 
     async def abort_all(self) -> None:
@@ -246,18 +337,19 @@ class GenerationService:
 
     def _check_open(self) -> None:
         if self.draining:
-            raise QueueFullError("The server is shutting down.")
+            raise QueueFullError("The server is shutting down.", reason="draining")
         if self.engine.errored is not None:
             raise EngineDeadError(f"The engine has stopped: {self.engine.errored}")
 
-
-def _check_choices(num_prompts: int, n: int) -> None:
-    """Refuse what would fill the memory before it runs: one prompt's limit holds for them all."""
-    if num_prompts * n > MAX_N:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {MAX_N} are allowed.",
-            param="n",
-        )
+    def _check_choices(self, num_prompts: int, n: int) -> None:
+        """Refuse what would fill the memory before it runs: one prompt's limit holds for them all."""
+        limit = self.limits.max_n
+        if num_prompts * n > limit:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n={n} make {num_prompts * n} choices; at most {limit} are allowed "
+                "(--max-n).",
+                param="n",
+            )
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
@@ -267,16 +359,19 @@ def _checked(output: RequestOutput) -> RequestOutput:
 
 
 async def _merge(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Outputs of several streams as they come; the first failure ends them all."""
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+    """Outputs of several streams as they come; the first failure ends them all.
+
+    The queue holds one output: what a slow reader has not taken waits in the streams, which merge it.
+    """
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int, stream: RequestStream) -> None:
         try:
             async for output in stream:
-                queue.put_nowait((index, output))
-            queue.put_nowait((index, None))
+                await queue.put((index, output))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -5,6 +5,8 @@ Strictly: no NaN or infinity, valid UTF-8, no deeper than MAX_DEPTH.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import HTTPProblem
 
+MAX_PATH_CHARS = 200
 MAX_DEPTH = 64
 """Arrays and objects inside each other."""
 
@@ -87,11 +90,54 @@ def decode_json(body: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
+        raise InvalidRequestError(
+            f"The body is not valid JSON: {error}", param=_unreadable_number(body)
+        ) from None
     # Counting brackets is quick and rules out most bodies, a long list of token ids among them.
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     return value
+
+
+class _Unreadable:
+    """Stands for a number that JSON allows but that no float or 64-bit integer holds."""
+
+
+def _unreadable_number(body: bytes) -> str | None:
+    """The path of the first number that is out of range, or no number (NaN, Infinity); None without one."""
+
+    def read_float(text: str) -> object:
+        return 0.0 if math.isfinite(float(text)) else _Unreadable()
+
+    def read_int(text: str) -> object:
+        return 0 if len(text) < 19 or (len(text) < 400 and _fits(int(text))) else _Unreadable()
+
+    try:
+        value = json.loads(
+            body, parse_float=read_float, parse_int=read_int, parse_constant=lambda _: _Unreadable()
+        )
+    except (ValueError, RecursionError):
+        return None
+    return _path_of_unreadable(value)
+
+
+def _fits(number: int) -> bool:
+    return -(2**63) <= number < 2**64
+
+
+def _path_of_unreadable(value: Any) -> str | None:
+    stack: list[tuple[str, Any]] = [("", value)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, _Unreadable):
+            return path[:MAX_PATH_CHARS] or None
+        if isinstance(item, dict):
+            children = list(cast("dict[str, Any]", item).items())
+            stack += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
+        elif isinstance(item, list):
+            numbered = list(enumerate(cast("list[Any]", item)))
+            stack += [(f"{path}[{index}]", child) for index, child in reversed(numbered)]
+    return None
 
 
 def _check_depth(value: Any) -> None:

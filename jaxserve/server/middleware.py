@@ -38,16 +38,17 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 class RequestMiddleware:
     """Outermost: gives the request its id, counts and logs it, and answers 500 for what nobody foresaw."""
 
-    def __init__(self, app: ASGIApp, metrics: HTTPMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HTTPMetrics, *, send_ids: bool = True) -> None:
         self._app = app
         self._metrics = metrics
+        self._send_ids = send_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        exchange = _Exchange(scope, send)
+        exchange = _Exchange(scope, send, self._send_ids)
         try:
             exchange.check_request_id()
             await self._app(scope, receive, exchange.send)
@@ -73,7 +74,8 @@ class RequestMiddleware:
 class _Exchange:
     """One request and what has been sent for it."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, send_id: bool) -> None:
+        self._send_id = send_id
         given = Headers(scope=scope).get(REQUEST_ID_HEADER)
         self._invalid = given is not None and _REQUEST_ID.fullmatch(given) is None
         self.request_id = uuid.uuid4().hex if given is None or self._invalid else given
@@ -95,7 +97,8 @@ class _Exchange:
             self._started = True
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers[REQUEST_ID_HEADER] = self.request_id
+            if self._send_id:
+                headers[REQUEST_ID_HEADER] = self.request_id
             if is_anthropic(self._scope):
                 headers[ANTHROPIC_ID_HEADER] = self.request_id
         await self._send(message)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Neither caches nor nginx may hold events back."""
 
@@ -72,20 +73,53 @@ class EventStream(Response):
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
             with contextlib.suppress(ClientDisconnected):
-                await run_while_connected(receive, self._write(send))
+                await run_while_connected(receive, self._write(send, _keep_alive_interval(scope)))
         finally:
             await self._cleanup()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, keep_alive_interval: float) -> None:
         last = self._end
+        events = self._events
+        if keep_alive_interval > 0:
+            events = _with_comments(events, keep_alive_interval)
         try:
-            async for chunk in self._events:
+            async for chunk in events:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("A stream failed.")
             last = self._render_error(error) + self._end
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _keep_alive_interval(scope: Scope) -> float:
+    app = scope.get("app")
+    return 0.0 if app is None else getattr(app.state, "sse_keep_alive_interval", 0.0)
+
+
+async def _with_comments(events: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+    """``events``, with a comment whenever none came for ``interval`` seconds. Readers skip comments."""
+    pending: asyncio.Task[bytes] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(_next(events))
+            done, _ = await asyncio.wait({pending}, timeout=interval)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            finished, pending = pending, None
+            try:
+                yield finished.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
 
 
 def error_event(error: Exception) -> bytes:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import BOS, FakeEngine
-from http_support import chunks, error
+from http_support import chunks, client_of, error
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.app import create_app
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +22,6 @@ async def test_text_finish_and_usage(complete):
         "prompt_tokens": 6,
         "completion_tokens": 3,
         "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -187,9 +189,21 @@ async def test_token_ids_on_request(complete):
     assert [event["choices"][0].get("prompt_token_ids") for event in events] == [[BOS, 104, 105], None]
 
 
-async def test_cached_tokens_are_reported(complete):
-    usage = (await complete(prompt="x" * 40, max_tokens=1)).json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_reported_when_the_server_is_told_to(path: str, stream: bool):
+    body = (
+        {"prompt": "x" * 40}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "x" * 24}]}
+    )
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    for enabled in (False, True):
+        config = ServerConfig(enable_prompt_tokens_details=enabled)
+        async with client_of(create_app(FakeEngine(), config, ["m"])) as client:
+            response = await client.post(path, json={**body, **options, "max_tokens": 1})
+        usage = chunks(response)[-1]["usage"] if stream else response.json()["usage"]
+        assert usage.get("prompt_tokens_details") == ({"cached_tokens": 32} if enabled else None)
 
 
 async def test_longer_than_the_context_is_cut(complete, engine: FakeEngine):

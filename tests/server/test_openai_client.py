@@ -20,7 +20,7 @@ KEY = "sk-test"
 
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
-    app = create_app(engine, ServerConfig(api_key=[KEY]), ["m"])
+    app = create_app(engine, ServerConfig(api_key=[KEY], enable_prompt_tokens_details=True), ["m"])
     async with live_server(app) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
         async with client:
@@ -91,9 +91,9 @@ async def test_errors(client):
         await client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as tools:
         await client.chat.completions.create(
-            model="m", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}]
+            model="m", messages=HELLO, tools=[{"type": "function", "function": {"name": "f g"}}]
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tools[0].function.name"
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").models.list()
 

@@ -153,6 +153,7 @@ class FakeEngine:
         self.finished: list[str] = []
         self.shut_down = False
         self.max_logprobs = 20
+        self.eos_token_ids = [EOS]
         self.sampled_rank = 1
         self.step_seconds = step_seconds
         self._defaults = dict(defaults or {})

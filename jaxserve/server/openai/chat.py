@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.parsers import OutputDelta, OutputParser, parse_output
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.call import Call, begin_call, collect
 from jaxserve.server.generation import GenerationService, Submission
 from jaxserve.server.json_body import JSONRoute
+from jaxserve.server.openai.chat_message import NOTHING, delta_of, finish_reason, message_of
 from jaxserve.server.openai.chat_prompt import chat_prompt
 from jaxserve.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.openai.messages import text_of
 from jaxserve.server.openai.requests import ChatCompletionRequest
 from jaxserve.server.openai.responses import (
-    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    CompletionTokensDetails,
     Delta,
     Usage,
     given,
     json_response,
     usage_of,
 )
+from jaxserve.server.openai.tool_output import plan_output
 from jaxserve.server.streaming import EventStream, event
 
 
@@ -49,14 +52,25 @@ def chat_routes(service: GenerationService) -> APIRouter:
 
 
 async def _submit(service: GenerationService, body: ChatCompletionRequest, call: Call) -> ChatAnswer:
-    params = _sampling_params(service, body)
-    prompt = await chat_prompt(
+    plan = plan_output(
         service,
         body.messages,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning_effort,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    params = plan.sampling_params(_sampling_params(service, body))
+    prompt = await chat_prompt(
+        service,
+        plan.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        tools=plan.tools,
         documents=body.documents,
-        kwargs=body.chat_template_kwargs,
+        kwargs=plan.template_kwargs,
+        template=body.chat_template,
     )
     submission = await service.submit(
         call.id,
@@ -66,7 +80,7 @@ async def _submit(service: GenerationService, body: ChatCompletionRequest, call:
         cache_salt=body.cache_salt,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them itself
     )
-    return ChatAnswer(body, call, submission)
+    return ChatAnswer(body, call, submission, lambda: plan.parser(prompt))
 
 
 def _sampling_params(service: GenerationService, body: ChatCompletionRequest) -> SamplingParams:
@@ -83,10 +97,25 @@ def _sampling_params(service: GenerationService, body: ChatCompletionRequest) ->
 
 
 class ChatAnswer:
-    """Renders the outputs of one chat completion, whole or chunk by chunk."""
+    """Renders the outputs of one chat completion, whole or chunk by chunk.
 
-    def __init__(self, body: ChatCompletionRequest, call: Call, submission: Submission) -> None:
+    Args:
+        body: the request.
+        call: the HTTP call.
+        submission: the admitted request.
+        new_parser: makes a parser for a choice.
+    """
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        call: Call,
+        submission: Submission,
+        new_parser: Callable[[], OutputParser],
+    ) -> None:
         self.submission = submission
+        self._new_parser = new_parser
+        self._parsers: dict[int, OutputParser] = {}
         self._body = body
         self._call = call
         self._num_tokens: dict[int, int] = {}
@@ -97,24 +126,31 @@ class ChatAnswer:
     def body(self, output: RequestOutput) -> ChatCompletion:
         """The answer to a request that is not streamed."""
         call = self._call
+        choices = [self._choice(choice) for choice in output.outputs]
+        usage = usage_of([output], cached=self.submission.reports_cached_tokens)
+        usage.completion_tokens_details = self._token_details(self._parsers)
         answer = ChatCompletion(
             call.id,
             call.created,
             call.model,
-            [self._choice(choice) for choice in output.outputs],
-            usage_of([output]),
+            choices,
+            usage,
             prompt_token_ids=given(output.prompt_token_ids, self._body.return_token_ids),
         )
+        if self._body.return_prompt_text:
+            answer.prompt_text = output.prompt
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         return answer
 
     def _choice(self, choice: CompletionOutput) -> ChatChoice:
+        parser = self._parsers[choice.index] = self._new_parser()
+        parsed = parse_output(parser, choice.text, choice.token_ids)
         return ChatChoice(
             choice.index,
-            AssistantMessage(self._echo() + choice.text),
+            message_of(parsed, self._echo(), include_reasoning=self._include_reasoning),
             self._logprobs(choice),
-            choice.finish_reason,
+            finish_reason(choice, parser),
             choice.stop_reason,
             given(choice.token_ids, self._body.return_token_ids),
         )
@@ -130,28 +166,38 @@ class ChatAnswer:
                 yield b"".join(chunks)
             last = output
         if self._body.include_usage and last is not None:
-            yield event(self._chunk([], self._usage(last, sum(self._num_tokens.values()))))
+            usage = self._usage(last, sum(self._num_tokens.values()))
+            usage.completion_tokens_details = self._token_details(self._parsers)
+            yield event(self._chunk([], usage))
 
     def _events(self, output: RequestOutput, choice: CompletionOutput) -> bytes:
         start = b"" if choice.index in self._num_tokens else self._start(output, choice.index)
         self._num_tokens[choice.index] += len(choice.token_ids)
+        parser = self._parsers[choice.index]
+        delta = delta_of(self._parse(parser, choice), include_reasoning=self._include_reasoning)
         logprobs = self._logprobs(choice)
-        silent = not choice.text and logprobs is None and choice.finish_reason is None
+        silent = delta == NOTHING and logprobs is None and choice.finish_reason is None
         if silent and not (self._body.continuous_usage or self._body.return_token_ids):
             return start
         rendered = ChatChunkChoice(
             choice.index,
-            Delta(content=choice.text),
+            delta,
             logprobs,
-            choice.finish_reason,
+            finish_reason(choice, parser),
             UNSET if choice.finish_reason is None else choice.stop_reason,
             given(choice.token_ids, self._body.return_token_ids),
         )
         return start + event(self._chunk([rendered], self._chunk_usage(output, choice.index)))
 
+    def _parse(self, parser: OutputParser, choice: CompletionOutput) -> list[OutputDelta]:
+        """What a piece decides; the last one comes with all that was held back."""
+        deltas = parser.feed(choice.text, choice.token_ids)
+        return deltas if choice.finish_reason is None else deltas + parser.finish()
+
     def _start(self, output: RequestOutput, index: int) -> bytes:
         """A choice's first chunk: the role; with ``echo`` also what the answer continues."""
         self._num_tokens[index] = 0
+        self._parsers[index] = self._new_parser()
         first_of_all = len(self._num_tokens) == 1
         chunk = self._chunk(
             [ChatChunkChoice(index, Delta("assistant", self._echo()))], self._chunk_usage(output, index)
@@ -166,13 +212,25 @@ class ChatAnswer:
 
     def _chunk_usage(self, output: RequestOutput, index: int) -> Usage | UnsetType | None:
         if self._body.continuous_usage:
-            return self._usage(output, self._num_tokens[index])
+            usage = self._usage(output, self._num_tokens[index])
+            usage.completion_tokens_details = self._token_details([index])
+            return usage
         return None if self._body.include_usage else UNSET
 
     # --- both -------------------------------------------------------------------------------------------
 
     def _usage(self, output: RequestOutput, completion_tokens: int) -> Usage:
-        return Usage.of(len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens)
+        cached = output.num_cached_tokens if self.submission.reports_cached_tokens else None
+        return Usage.of(len(output.prompt_token_ids), completion_tokens, cached)
+
+    def _token_details(self, indices: Iterable[int]) -> CompletionTokensDetails | UnsetType:
+        """The reasoning's share of the tokens of some choices, where there is reasoning."""
+        num_tokens = sum(self._parsers[index].num_reasoning_tokens for index in indices)
+        return CompletionTokensDetails(num_tokens) if num_tokens else UNSET
+
+    @property
+    def _include_reasoning(self) -> bool:
+        return self._body.include_reasoning is not False
 
     def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or not choice.logprobs:

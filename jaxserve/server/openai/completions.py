@@ -117,7 +117,8 @@ class CompletionAnswer:
             for index, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        usage = usage_of(outputs, count_completion=not self._prompt_only)
+        cached = self.submission.reports_cached_tokens
+        usage = usage_of(outputs, count_completion=not self._prompt_only, cached=cached)
         return self._chunk(choices, usage)
 
     # --- streamed ---------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class CompletionAnswer:
         if self._body.include_usage:
             completion = 0 if self._prompt_only else sum(state.num_tokens for state in self._choices.values())
             prompt, cached = (sum(column) for column in zip(*totals.values()))
-            yield event(self._chunk([], Usage.of(prompt, completion, cached)))
+            yield event(self._chunk([], self._usage(prompt, completion, cached)))
 
     def _event(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         chunk_choice = self._choice(prompt_index, output, choice)
@@ -144,10 +145,13 @@ class CompletionAnswer:
             return b""
         usage: Usage | UnsetType | None = UNSET
         if self._body.continuous_usage:
-            usage = Usage.of(len(output.prompt_token_ids), state.num_tokens, output.num_cached_tokens)
+            usage = self._usage(len(output.prompt_token_ids), state.num_tokens, output.num_cached_tokens)
         elif self._body.include_usage:
             usage = None
         return event(self._chunk([chunk_choice], usage))
+
+    def _usage(self, prompt: int, completion: int, cached: int) -> Usage:
+        return Usage.of(prompt, completion, cached if self.submission.reports_cached_tokens else None)
 
     # --- both -------------------------------------------------------------------------------------------
 

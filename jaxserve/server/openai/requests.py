@@ -26,6 +26,13 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.messages import ChatMessage, check_messages
 from jaxserve.server.openai.prompts import CompletionPrompt, parse_prompts
+from jaxserve.server.openai.tools import (
+    NamedToolField,
+    ToolChoice,
+    ToolField,
+    check_tool_choice,
+    check_tools,
+)
 from jaxserve.server.openai.unsupported import UNSUPPORTED
 
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -118,6 +125,8 @@ class GenerationRequest(SamplingFields):
     priority: Int64 | None = None
     request_id: Identifier | None = None
     cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -148,7 +157,7 @@ class GenerationRequest(SamplingFields):
 
     def sampling_values(self) -> dict[str, Any]:
         """The sampling fields that the request sets."""
-        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values = {name: getattr(self, name) for name in (*SAMPLING_FIELDS, "use_beam_search", "length_penalty")}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -194,10 +203,26 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     documents: list[dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
 
-    # Accepted: without tools and reasoning parsers they change nothing.
+    tools: (
+        Annotated[list[dict[str, Any]], PlainValidator(check_tools, json_schema_input_type=list[ToolField])]
+        | None
+    ) = None
+    tool_choice: (
+        Annotated[
+            ToolChoice,
+            PlainValidator(
+                check_tool_choice,
+                json_schema_input_type=Literal["none", "auto", "required"] | NamedToolField,
+            ),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
 
     @model_validator(mode="after")

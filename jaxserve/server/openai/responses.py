@@ -34,27 +34,35 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     """Tokens of a request, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        total = prompt_tokens + completion_tokens
-        return cls(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
+        """``cached_tokens`` None leaves them out."""
+        details = UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens)
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> Usage:
-    """Usage of complete outputs, one per prompt."""
+def usage_of(
+    outputs: Sequence[RequestOutput], *, count_completion: bool = True, cached: bool = False
+) -> Usage:
+    """Usage of complete outputs, one per prompt; ``cached`` names the cached prompt tokens."""
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return Usage.of(
         sum(len(output.prompt_token_ids) for output in outputs),
         completion if count_completion else 0,
-        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_cached_tokens for output in outputs) if cached else None,
     )
 
 
@@ -116,15 +124,44 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallChunk(Struct):
+    """A part of a call: id, type and name come once, with its first part."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class AssistantMessage(Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Delta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -146,6 +183,7 @@ class ChatCompletion(Struct):
     system_fingerprint: str = SYSTEM_FINGERPRINT
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
 
 
 class ChatChunkChoice(Struct):
