@@ -6,9 +6,11 @@ import enum
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import EngineCoreRequest, FinishReason
+from jaxserve.structured_output.request_grammar import RequestGrammar
 
 
 class RequestStatus(enum.Enum):
+    WAITING_FOR_GRAMMAR = "waiting for grammar"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -25,13 +27,16 @@ class Request:
 
     __slots__ = (
         "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "block_ids", "cache_salt",
-        "detects_repetition", "eos_token_ids", "finish_reason", "first_scheduled_time", "max_computed_tokens", "max_tokens",
+        "detects_repetition", "eos_token_ids", "finish_reason", "first_scheduled_time", "grammar",
+        "has_appended", "max_computed_tokens", "max_tokens",
         "needs_sync", "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
         "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority",
         "request_id", "sampling_params", "seed", "status", "stop_reason", "stop_token_ids",
     )  # fmt: skip
 
-    def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
+    def __init__(
+        self, core_request: EngineCoreRequest, max_model_len: int, grammar: RequestGrammar | None = None
+    ) -> None:
         params = core_request.sampling_params
         self.request_id: str = core_request.request_id
         self.sampling_params: SamplingParams = params
@@ -46,14 +51,21 @@ class Request:
         self.max_tokens: int = room if params.max_tokens is None else min(params.max_tokens, room)
         self.max_computed_tokens: int = self.num_prompt_tokens + self.max_tokens - 1
         """The last token allowed is sampled, but never computed."""
-        self.needs_sync: bool = any(len(ids) > 1 for ids in core_request.bad_words_token_ids)
+        self.grammar: RequestGrammar | None = grammar
+        """What constrains the output; the scheduler walks it."""
+        self.has_appended: bool = False
+        """Whether tokens were appended that were not sampled, and the runner has not been told."""
+        long_bad_words = any(len(ids) > 1 for ids in core_request.bad_words_token_ids)
+        self.needs_sync: bool = long_bad_words or grammar is not None
         """Whether the host must have read the last token before the next step."""
         self.detects_repetition: bool = params.repetition_detection is not None
         """Whether every token may be the last."""
         eos_token_ids = () if params.ignore_eos else core_request.eos_token_ids
         self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
         self.stop_token_ids: frozenset[int] = self.eos_token_ids | frozenset(params.stop_token_ids or ())
-        self.status: RequestStatus = RequestStatus.WAITING
+        self.status: RequestStatus = (
+            RequestStatus.WAITING if grammar is None else RequestStatus.WAITING_FOR_GRAMMAR
+        )
         self.num_computed_tokens: int = 0
         self.num_inflight_tokens: int = 0
         self.num_cached_tokens: int = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from jaxserve.kv_cache_spec import KVCacheGroup
 from jaxserve.sampling_params import SamplingParams
@@ -67,6 +68,14 @@ class CachedRequestData:
     num_computed_tokens: int
 
 
+class TokenMask(Protocol):
+    """Which tokens one request may sample next; perhaps still being worked out."""
+
+    def words(self) -> np.ndarray:
+        """int32[ceil(V / 32)]: bit v % 32 of word v // 32 is 1 where token v is allowed. Waits for it."""
+        ...
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step's work.
@@ -79,6 +88,10 @@ class SchedulerOutput:
 
     The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an
     earlier step sampled and the host has not read: the device has it.
+
+    ``appended_token_ids``: of rows that are in the batch already, the tokens from ``num_computed_tokens`` on, where
+    the scheduler appended some that were not sampled. The first was; the runner knows nothing of the others.
+    ``token_masks``: of the rows that sample, those that a grammar constrains.
     """
 
     step_id: int
@@ -89,6 +102,8 @@ class SchedulerOutput:
     finished_request_ids: list[str] = field(default_factory=list)
     preempted_request_ids: list[str] = field(default_factory=list)
     num_decode_rows: int = 0
+    appended_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    token_masks: dict[str, TokenMask] = field(default_factory=dict)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -201,6 +216,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     error: str | None = None
+    invalid_param: str | None = None
+    """Set where ``error`` is the request's own mistake: the parameter at fault."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import UnsupportedError
 from jaxserve.request import Request
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.step import (
@@ -20,8 +21,13 @@ from jaxserve.step import (
     PendingStep,
     SchedulerOutput,
 )
+from jaxserve.structured_output.compiler import GrammarCompiler
+from jaxserve.structured_output.request_grammar import MaskFiller, RequestGrammar
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_POLL_SECONDS = 0.002
+"""How long a step without any work waits for a grammar: new requests are looked for in between."""
 
 STEP_FAILED = "The engine failed in a step that held this request. The server goes on; try again."
 
@@ -35,11 +41,16 @@ class EngineCore:
     Args:
         config: with the platform's defaults filled in.
         runner: initialized here.
+        grammars: compiles what constrains outputs; None takes no such requests.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, grammars: GrammarCompiler | None = None
+    ) -> None:
         started = time.monotonic()
         self.runner = runner
+        self.grammars = grammars
+        self._mask_filler = None if grammars is None else MaskFiller(grammars)
         info = runner.initialize()
         self.scheduler = Scheduler(
             config.scheduler_config,
@@ -48,6 +59,7 @@ class EngineCore:
             info.num_blocks,
             info.block_size,
             info.max_model_len,
+            self._mask_filler,
         )
         kv_cache_tokens = (info.num_blocks - 1) * info.block_size
         longest = [info.max_model_len - 1, kv_cache_tokens]
@@ -74,7 +86,14 @@ class EngineCore:
             InvalidRequestError: it can never run here.
             QueueFullError: too many requests wait.
         """
-        self.scheduler.add_request(Request(request, self.info.max_model_len))
+        grammar = None
+        if request.sampling_params.structured_outputs is not None:
+            if self.grammars is None:
+                raise UnsupportedError(
+                    "structured_outputs is not supported by this engine.", param="structured_outputs"
+                )
+            grammar = RequestGrammar(self.grammars, request.sampling_params)
+        self.scheduler.add_request(Request(request, self.info.max_model_len, grammar))
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests; no output follows."""
@@ -89,6 +108,8 @@ class EngineCore:
         outputs: list[EngineCoreOutput] = []
         step = self.scheduler.schedule(time.monotonic())
         dispatched = bool(step.num_scheduled_tokens)
+        if not dispatched and not self._in_flight:
+            self.scheduler.wait_for_grammar(GRAMMAR_POLL_SECONDS)
         try:
             if dispatched:
                 self._in_flight.append((step, self.runner.execute(step)))
@@ -139,6 +160,9 @@ class EngineCore:
     def close(self) -> None:
         """Free the device's memory. Nothing may be called afterwards."""
         self._in_flight.clear()
+        if self.grammars is not None and self._mask_filler is not None:
+            self._mask_filler.close()
+            self.grammars.close()
         self.runner.close()
 
 

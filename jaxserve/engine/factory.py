@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.front import Front
+from jaxserve.engine.grammars import grammar_compiler
+from jaxserve.tokenizer.interface import Tokenizer
 
 
 def create_core(config: EngineConfig) -> EngineCore:
@@ -23,4 +27,16 @@ def create_core(config: EngineConfig) -> EngineCore:
     model_runner: Any = importlib.import_module("jaxserve.runner.model_runner")
     platform: str = model_runner.platform_name()
     config = config.with_defaults_for(platform)
-    return EngineCore(config, model_runner.JaxModelRunner(config))
+    core: EngineCore | None = None
+
+    def tokenizer_and_ends() -> tuple[Tokenizer | None, Sequence[int]]:
+        front = Front.load(config.model_config)
+        return front.tokenizer, front.eos_token_ids
+
+    def vocab_size() -> int:
+        assert core is not None
+        return core.info.vocab_size
+
+    grammars = grammar_compiler(tokenizer_and_ends, vocab_size)
+    core = EngineCore(config, model_runner.JaxModelRunner(config), grammars)
+    return core

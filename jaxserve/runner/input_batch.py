@@ -92,6 +92,18 @@ class InputBatch:
         self.patches.add(state.row, state.num_blocks, blocks)
         state.num_blocks += len(blocks)
 
+    def append(self, request_id: str, token_ids: list[int]) -> RowState:
+        """Learn the tokens of a row from ``num_computed_tokens`` on; those before are computed and not read again."""
+        state = self.states[request_id]
+        computed = int(self.num_computed_tokens[state.row])
+        known = np.zeros(computed + len(token_ids), np.int32)
+        old = state.token_ids[:computed]
+        known[: len(old)] = old
+        known[computed:] = token_ids
+        state.token_ids = known
+        self.num_known_tokens[state.row] = len(known)
+        return state
+
     def remove(self, request_id: str) -> None:
         """Free a request's row; unknown ids (never scheduled) are ignored."""
         state = self.states.pop(request_id, None)

@@ -273,7 +273,9 @@ class JaxModelRunner:
             self._prepare_sampler(batch.add(request))
         for request in scheduler_output.cached_requests:
             batch.extend(request)
-        if batch.masked:
+        for request_id, token_ids in scheduler_output.appended_token_ids.items():
+            self._append_tokens(request_id, token_ids)
+        if batch.masked or scheduler_output.token_masks:
             self._update_masks(scheduler_output)
         step = self.builder.build(batch, scheduler_output)
         self._patch(step.early_patches)
@@ -320,35 +322,54 @@ class JaxModelRunner:
             self._change_sampler("reset_row", row)
             split = request.num_prompt_tokens
             for is_output, token_ids in ((0, state.token_ids[:split]), (1, state.token_ids[split:])):
-                for start in range(0, len(token_ids), HISTORY_CHUNK):
-                    chunk = np.full(HISTORY_CHUNK, -1, np.int32)
-                    part = token_ids[start : start + HISTORY_CHUNK]
-                    chunk[: len(part)] = part
-                    self._change_sampler("add_history", row, chunk, np.int32(is_output))
+                self._add_history(state.row, token_ids, is_output)
         if params.logit_bias:
             ids, values = np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
             ids[: len(params.logit_bias)] = list(params.logit_bias)
             values[: len(params.logit_bias)] = list(params.logit_bias.values())
             self._change_sampler("set_bias_row", row, ids, values)
 
+    def _add_history(self, row: int, token_ids: np.ndarray, is_output: int) -> None:
+        for start in range(0, len(token_ids), HISTORY_CHUNK):
+            chunk = np.full(HISTORY_CHUNK, -1, np.int32)
+            part = token_ids[start : start + HISTORY_CHUNK]
+            chunk[: len(part)] = part
+            self._change_sampler("add_history", np.int32(row), chunk, np.int32(is_output))
+
     def _update_masks(self, scheduler_output: SchedulerOutput) -> None:
         """Send the token masks that changed for the rows that sample in this step."""
-        batch = self.batch
+        batch, grammars = self.batch, scheduler_output.token_masks
         changed: list[tuple[int, np.ndarray]] = []
         for request_id, state in batch.masked.items():
-            if request_id not in scheduler_output.samples or state.mask is None:
+            if request_id not in scheduler_output.samples or request_id in grammars or state.mask is None:
                 continue
-            scheduled = scheduler_output.num_scheduled_tokens[request_id]
-            computed = int(batch.num_computed_tokens[state.row]) + scheduled
-            num_output_tokens = computed - state.request.num_prompt_tokens
+            num_output_tokens = self._num_output_tokens(state, scheduler_output)
             if not state.mask.needs_update(num_output_tokens, state.output_token_ids):
                 continue
             bits = state.mask.bits(num_output_tokens, state.output_token_ids)
             set_masked(batch.sampling, state.row, bits is not None)
             if bits is not None:
                 changed.append((state.row, bits))
+        for request_id, mask in grammars.items():
+            state, words = batch.states[request_id], mask.words()
+            if state.mask is not None:
+                num_output_tokens = self._num_output_tokens(state, scheduler_output)
+                words = state.mask.bits(num_output_tokens, state.output_token_ids, words)
+            set_masked(batch.sampling, state.row, True)
+            changed.append((state.row, words))
         for start in range(0, len(changed), MASK_ROWS):
             self._set_masks(changed[start : start + MASK_ROWS])
+
+    def _num_output_tokens(self, state: RowState, scheduler_output: SchedulerOutput) -> int:
+        """Output tokens of a row before the one that this step samples."""
+        scheduled = scheduler_output.num_scheduled_tokens[state.request.request_id]
+        return int(self.batch.num_computed_tokens[state.row]) + scheduled - state.request.num_prompt_tokens
+
+    def _append_tokens(self, request_id: str, token_ids: list[int]) -> None:
+        """Take tokens that were not sampled here, all but the first, for a row that goes on."""
+        state = self.batch.append(request_id, token_ids)
+        if state.request.sampling_params.needs_penalties:
+            self._add_history(state.row, np.asarray(token_ids[1:], np.int32), is_output=1)
 
     def _set_masks(self, masks: list[tuple[int, np.ndarray]]) -> None:
         rows = np.full(MASK_ROWS, self.max_num_seqs, np.int32)

@@ -30,6 +30,14 @@ def unpack_mask(words: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
 
+def _without(words: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+    words = words.copy()
+    ids = np.asarray(token_ids, np.int64)
+    clear = ~(np.uint32(1) << (ids % 32).astype(np.uint32))
+    np.bitwise_and.at(words.view(np.uint32), ids // 32, clear)  # .at: several ids may share a word
+    return words
+
+
 class TokenMaskBuilder:
     """The token mask of one request as its output grows.
 
@@ -102,21 +110,31 @@ class TokenMaskBuilder:
         """
         return self._key(num_output_tokens, output_token_ids) != self._sent
 
-    def bits(self, num_output_tokens: int, output_token_ids: Sequence[int] = ()) -> np.ndarray | None:
+    def bits(
+        self,
+        num_output_tokens: int,
+        output_token_ids: Sequence[int] = (),
+        within: np.ndarray | None = None,
+    ) -> np.ndarray | None:
         """The mask for the next token: int32[mask_words(V)], or None if every token is allowed.
 
-        The arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the device
+        The first arguments are those of ``needs_update``. When a request enters a row (anew or resumed), the device
         has nothing: ask, whatever ``needs_update`` says.
+
+        Args:
+            within: a grammar's mask, int32[mask_words(V)]. It never gives way, and where the grammar leaves nothing
+                that is in allowed_token_ids, the mask is all zeros.
         """
+        base = self._allowed if within is None else self._allowed & within
         self._sent = early, endings = self._key(num_output_tokens, output_token_ids)
         stops = self._stops if early else []
         if self._allows_all and not self._bad_tokens and not endings and not stops:
-            return None
+            return within
         for banned in ([*self._bad_tokens, *endings, *stops], stops):
-            words = self._without(banned)
+            words = _without(base, banned)
             if words.any():
                 return words
-        return self._allowed.copy()
+        return base.copy()
 
     def _key(self, num_output_tokens: int, output_token_ids: Sequence[int]) -> tuple[bool, frozenset[int]]:
         endings: frozenset[int] = frozenset()
@@ -126,13 +144,6 @@ class TokenMaskBuilder:
                 last for prefix, last in candidates if tuple(output_token_ids[-len(prefix) :]) == prefix
             )
         return num_output_tokens < self.min_tokens, endings
-
-    def _without(self, token_ids: Sequence[int]) -> np.ndarray:
-        words = self._allowed.copy()
-        ids = np.asarray(token_ids, np.int64)
-        clear = ~(np.uint32(1) << (ids % 32).astype(np.uint32))
-        np.bitwise_and.at(words.view(np.uint32), ids // 32, clear)  # .at: several ids may share a word
-        return words
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         return [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]

@@ -1,6 +1,7 @@
 """Lifecycle: which state each request is in, and what every change of state must do.
 
-WAITING -> RUNNING -> FINISHED, with RUNNING -> PREEMPTED -> RUNNING in between, and FINISHED from everywhere.
+WAITING -> RUNNING -> FINISHED, with RUNNING -> PREEMPTED -> RUNNING in between, and FINISHED from everywhere. A
+request with a grammar is WAITING_FOR_GRAMMAR first: it is in no queue then, so nobody waits behind it.
 A request holds blocks, and has a row in the runner's batch, exactly while it is RUNNING; whoever leaves that
 state is named to the runner in the next step.
 """
@@ -29,9 +30,13 @@ class Lifecycle:
         self.by_priority = policy == "priority"
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(policy)
+        self.pending: dict[str, Request] = {}
+        """Requests whose grammars are being compiled, by id."""
         self.running: list[Request] = []
         """Sorted by ``Request.order``: the last one is the first to be preempted."""
         self.num_preemptions = 0
+        self.num_constrained = 0
+        """Live requests with a grammar."""
         self._num_added = 0
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
@@ -54,7 +59,33 @@ class Lifecycle:
         else:
             request.order = (0, 0.0, self._num_added)
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        self.num_constrained += request.grammar is not None
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self.pending[request.request_id] = request
+        else:
+            self.waiting.add(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run."""
+        return len(self.waiting) + len(self.pending)
+
+    def admit_compiled(self) -> list[EngineCoreOutput]:
+        """Queue the requests whose grammars are compiled, in their places; those whose grammars are wrong fail."""
+        refused: list[EngineCoreOutput] = []
+        for request in list(self.pending.values()):
+            grammar = request.grammar
+            if grammar is None or not grammar.ready:
+                continue
+            try:
+                grammar.start()
+            except InvalidRequestError as error:
+                refused.append(self.refuse(request, error))
+                continue
+            del self.pending[request.request_id]
+            request.status = RequestStatus.WAITING
+            self.waiting.insert(request)
+        return refused
 
     def start(self, hit: PrefixHit | None, now: float) -> None:
         """Move the first waiting request, which has its blocks, to ``running``; ``hit`` if it may read the
@@ -85,13 +116,17 @@ class Lifecycle:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state. ``drop_finished`` must follow before ``running`` is used again."""
         was_running = request.status is RequestStatus.RUNNING
+        was_pending = request.status is RequestStatus.WAITING_FOR_GRAMMAR
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
+        self.num_constrained -= request.grammar is not None
         if was_running:
             self.kv_cache.free(request)
             self._finished_ids.append(request.request_id)
             self._must_drop = True
+        elif was_pending:
+            del self.pending[request.request_id]
         else:
             self.waiting.discard()
 
@@ -100,6 +135,12 @@ class Lifecycle:
         self.finish(request, FinishReason.ERROR)
         output = make_output(request)
         output.error = reason
+        return output
+
+    def refuse(self, request: Request, error: InvalidRequestError) -> EngineCoreOutput:
+        """``fail`` by the request's own mistake."""
+        output = self.fail(request, error.message)
+        output.invalid_param = error.param or ""
         return output
 
     def drop_finished(self) -> None:

@@ -46,6 +46,8 @@ class StepPlanner:
 
     def fill(self, step: StepPlan, now: float) -> None:
         """Add the rows of a step: running requests first, then waiting ones."""
+        if self.lifecycle.pending:
+            step.failed += self.lifecycle.admit_compiled()
         num_preemptions = self.lifecycle.num_preemptions
         self._add_running(step)
         if self.lifecycle.num_preemptions == num_preemptions:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections import deque
 
 from jaxserve.request import Request
@@ -39,6 +40,11 @@ class RequestQueue(ABC):
         self._push_front(request)
         self._num_live += 1
 
+    def insert(self, request: Request) -> None:
+        """Enqueue a request in its place by ``Request.order``: one that could not wait here before."""
+        self._insert(request)
+        self._num_live += 1
+
     def peek(self) -> Request:
         """The next request. Raises IndexError when there is none."""
         while (request := self._head()).finished:
@@ -68,6 +74,9 @@ class RequestQueue(ABC):
     def _push_front(self, request: Request) -> None: ...
 
     @abstractmethod
+    def _insert(self, request: Request) -> None: ...
+
+    @abstractmethod
     def _head(self) -> Request: ...
 
     @abstractmethod
@@ -89,6 +98,9 @@ class FCFSQueue(RequestQueue):
 
     def _push_front(self, request: Request) -> None:
         self._deque.appendleft(request)
+
+    def _insert(self, request: Request) -> None:
+        insort(self._deque, request, key=_order)
 
     def _head(self) -> Request:
         return self._deque[0]
@@ -113,6 +125,9 @@ class PriorityQueue(RequestQueue):
     def _push_front(self, request: Request) -> None:
         self._push(request)
 
+    def _insert(self, request: Request) -> None:
+        self._push(request)
+
     def _head(self) -> Request:
         return self._heap[0][1]
 
@@ -122,6 +137,10 @@ class PriorityQueue(RequestQueue):
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if not entry[1].finished]
         heapq.heapify(self._heap)
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.order
 
 
 def make_queue(policy: str) -> RequestQueue:

@@ -26,7 +26,9 @@ from jaxserve.step import (
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
+    TokenMask,
 )
+from jaxserve.structured_output.request_grammar import MaskFiller, RequestGrammar, wait_for_any
 
 
 class Scheduler:
@@ -43,6 +45,7 @@ class Scheduler:
         num_blocks: blocks in the pool, the dummy included.
         block_size: tokens in a block.
         max_model_len: prompt and output tokens of a request at most.
+        mask_filler: works out the token masks of requests with a grammar; None takes no such requests.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -56,6 +59,7 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        mask_filler: MaskFiller | None = None,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = _resolved_limits(config)
         self.config = config
@@ -76,6 +80,7 @@ class Scheduler:
             max_num_batched_tokens,
             config.enable_chunked_prefill,
         )
+        self._mask_filler = mask_filler
         self._steps: dict[int, StepPlan] = {}
         """Steps that are scheduled and not read, oldest first."""
         self._next_step_id = 0
@@ -92,7 +97,7 @@ class Scheduler:
             QueueFullError: ``max_num_queued_reqs`` requests wait already.
         """
         self._check_runnable(request)
-        limit, num_waiting = self.config.max_num_queued_reqs, len(self._lifecycle.waiting)
+        limit, num_waiting = self.config.max_num_queued_reqs, self._lifecycle.num_waiting
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests wait already (max_num_queued_reqs is {limit}).")
         self._lifecycle.add(request)
@@ -135,6 +140,12 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def wait_for_grammar(self, seconds: float) -> None:
+        """Sleep until one of the grammars that requests wait for is compiled; not at all if there are none."""
+        pending = [request.grammar for request in self._lifecycle.pending.values() if request.grammar]
+        if pending:
+            wait_for_any(pending, seconds)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests go on; what they have computed so far is not
         shared."""
@@ -146,7 +157,7 @@ class Scheduler:
         prefix_cache, pool = self.kv_cache.prefix_cache_stats, self.kv_cache.pool
         return SchedulerStats(
             num_running=len(self._lifecycle.running),
-            num_waiting=len(self._lifecycle.waiting),
+            num_waiting=self._lifecycle.num_waiting,
             kv_cache_usage=self.kv_cache.usage,
             prefix_cache_queries=prefix_cache.queries,
             prefix_cache_hits=prefix_cache.hits,
@@ -202,7 +213,7 @@ class Scheduler:
             )  # for later steps: this one may read them before they are written
         self._next_step_id += 1
         self._steps[step.step_id] = step
-        return step.to_output(*self._lifecycle.take_departed())
+        return step.to_output(*self._lifecycle.take_departed(), self._token_masks(step))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
@@ -224,6 +235,7 @@ class Scheduler:
             outputs += self._fail_rows(step, runner_output.failed)
         prompt_logprobs = new_prompt_logprobs(step, runner_output) if step.scoring_rows else {}
         sampled, logprobs = runner_output.sampled_token_ids, runner_output.logprobs
+        constrained: list[RequestGrammar] = []
         for request in step.sampling_rows():
             if request.status is RequestStatus.FINISHED:
                 continue  # it ended after this step was scheduled
@@ -240,7 +252,17 @@ class Scheduler:
             if num_known >= request.next_cache_at:
                 self.kv_cache.cache_blocks(request)
             finish_reason = None
-            if (
+            if request.grammar is not None:
+                try:
+                    token_ids = self._follow_grammar(request, request.grammar, token_id)
+                except InvalidRequestError as error:
+                    prompt_logprobs.pop(request_id, None)
+                    outputs.append(self._lifecycle.refuse(request, error))
+                    continue
+                finish_reason = request.finish_reason
+                if finish_reason is None:
+                    constrained.append(request.grammar)
+            elif (
                 num_known > request.max_computed_tokens
                 or token_id in request.stop_token_ids
                 or request.detects_repetition
@@ -263,8 +285,45 @@ class Scheduler:
             )
         for request_id, scored in prompt_logprobs.items():  # chunks that do not reach the end of the prompt
             outputs.append(make_output(self._lifecycle.requests[request_id], scored))
+        if constrained and self._mask_filler is not None:
+            self._mask_filler.start(constrained)
         self._lifecycle.drop_finished()
         return outputs
+
+    def _follow_grammar(self, request: Request, grammar: RequestGrammar, token_id: int) -> list[int]:
+        """Take a sampled token, the request's last one, and append what must follow it.
+
+        Where the grammar leaves no choice, tokens need no sampling: they are computed by the next step, all at once.
+        Notes the end of the request (``finish_reason``), if it is reached.
+
+        Returns:
+            The tokens of this step.
+
+        Raises:
+            InvalidRequestError: the grammar became too complex.
+        """
+        token_ids = [token_id]
+        forced = grammar.accept(token_id)
+        finish_reason = check_stop(request, token_id)
+        for forced_id in forced:
+            if finish_reason is not None:
+                break
+            request.all_token_ids.append(forced_id)
+            request.has_appended = True
+            token_ids.append(forced_id)
+            finish_reason = check_stop(request, forced_id)
+        if finish_reason is None and grammar.ended:
+            finish_reason = FinishReason.STOP  # though ignore_eos or min_tokens would have it go on
+        if finish_reason is not None:
+            self._lifecycle.finish(request, finish_reason)
+        return token_ids
+
+    def _token_masks(self, step: StepPlan) -> dict[str, TokenMask]:
+        if self._mask_filler is None or self._lifecycle.num_constrained == 0:
+            return {}
+        grammars = step.grammars()
+        self._mask_filler.start(list(grammars.values()))
+        return dict(grammars)
 
     def _oldest_step(self, scheduled_id: int, read_id: int) -> StepPlan:
         expected = next(iter(self._steps), None)

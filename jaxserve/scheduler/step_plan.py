@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.request import Request
-from jaxserve.step import CachedRequestData, EngineCoreOutput, NewRequestData, SchedulerOutput
+from jaxserve.step import CachedRequestData, EngineCoreOutput, NewRequestData, SchedulerOutput, TokenMask
+from jaxserve.structured_output.request_grammar import RequestGrammar
 
 
 class StepPlan:
@@ -11,7 +12,8 @@ class StepPlan:
     and its id be in use again."""
 
     __slots__ = (
-        "cached_requests", "decode_rows", "failed", "new_requests", "other_rows", "scoring_rows", "step_id",
+        "appended_token_ids", "cached_requests", "decode_rows", "failed", "new_requests", "other_rows",
+        "scoring_rows", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int) -> None:
@@ -24,12 +26,16 @@ class StepPlan:
         """Requests with prompt_logprobs whose prompt is scored, and the position where the step starts."""
         self.new_requests: list[NewRequestData] = []
         self.cached_requests: list[CachedRequestData] = []
+        self.appended_token_ids: dict[str, list[int]] = {}
         self.failed: list[EngineCoreOutput] = []
-        """Requests for which the cache turned out to be too small."""
+        """Requests for which the cache turned out to be too small, or whose grammar is wrong."""
 
     def add(self, request: Request, num_tokens: int, samples: bool) -> None:
         """Add a row and move the request's bookkeeping to where it will be after this step."""
         start = request.num_computed_tokens
+        if request.has_appended:
+            request.has_appended = False
+            self.appended_token_ids[request.request_id] = request.all_token_ids[start:]
         request.num_computed_tokens = start + num_tokens
         if samples:
             request.num_inflight_tokens += 1
@@ -54,7 +60,14 @@ class StepPlan:
         """The requests of this step, in row order."""
         return self.decode_rows + [row[0] for row in self.other_rows]
 
-    def to_output(self, finished_ids: list[str], preempted_ids: list[str]) -> SchedulerOutput:
+    def grammars(self) -> dict[str, RequestGrammar]:
+        """Of the rows that sample, those that are constrained."""
+        rows = self.sampling_rows()
+        return {request.request_id: request.grammar for request in rows if request.grammar is not None}
+
+    def to_output(
+        self, finished_ids: list[str], preempted_ids: list[str], token_masks: dict[str, TokenMask]
+    ) -> SchedulerOutput:
         """The message for the runner."""
         num_scheduled = dict.fromkeys([request.request_id for request in self.decode_rows], 1)
         samples = set(num_scheduled)
@@ -71,12 +84,15 @@ class StepPlan:
             finished_request_ids=finished_ids,
             preempted_request_ids=preempted_ids,
             num_decode_rows=len(self.decode_rows),
+            appended_token_ids=self.appended_token_ids,
+            token_masks=token_masks,
         )
 
 
 def new_request_data(request: Request, block_ids: list[list[int]]) -> NewRequestData:
     """What the runner must know of a request that enters its batch."""
     eos_token_ids = sorted(request.eos_token_ids)
+    request.has_appended = False  # it brings all its tokens
     return NewRequestData(
         request_id=request.request_id,
         token_ids=list(request.all_token_ids),
