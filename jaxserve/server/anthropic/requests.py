@@ -149,6 +149,13 @@ class ThinkingConfig(BaseModel):
     budget_tokens: Annotated[int, Field(ge=MIN_THINKING_BUDGET, le=2**63 - 1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
+    @model_validator(mode="after")
+    def _check_budget(self) -> ThinkingConfig:
+        if (self.budget_tokens is None) is (self.type == "enabled"):
+            problem = "is missing" if self.type == "enabled" else f"has no meaning with type {self.type!r}"
+            raise InvalidRequestError(f"thinking.budget_tokens {problem}.", param="thinking.budget_tokens")
+        return self
+
 
 class JSONFormat(BaseModel):
     """JSON that fits a schema."""
