@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import openai
+import pydantic
 import pytest
 from fake_engine import FakeEngine
 from live_server import live_server, until
+from scripted_engine import ScriptedEngine
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
@@ -113,3 +115,99 @@ async def test_leaving_a_stream_aborts(client, engine: FakeEngine):
     await stream.close()
     await until(lambda: engine.num_running == 0)
     assert len(engine.aborted) == 1
+
+
+# --- responses --------------------------------------------------------------------------------------------
+
+
+async def test_responses(client):
+    answer = await client.responses.create(
+        model="m", input="hello", max_output_tokens=3, instructions="Be short."
+    )
+    assert answer.output_text == "abc"
+    assert answer.status == "incomplete"
+    assert answer.usage.output_tokens == 3
+    more = await client.responses.create(
+        model="m", input=[*answer.output, {"role": "user", "content": "more"}], max_output_tokens=2
+    )
+    assert more.output_text == "ab"
+    stored = await client.responses.retrieve(more.id)
+    assert stored == more
+    items = [item async for item in client.responses.input_items.list(more.id, order="asc")]
+    assert [item.type for item in items] == ["message", "message"]
+    await client.responses.delete(more.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(more.id)
+
+
+async def test_responses_stream(client):
+    async with client.responses.stream(model="m", input="hello", extra_body={"stop": "c"}) as stream:
+        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert deltas == ["a", "b", "c"]
+    assert final.output_text == "abc"
+
+
+async def test_responses_in_the_background(client, engine: FakeEngine):
+    engine.step_seconds = 0.005
+    answer = await client.responses.create(model="m", input="hello", max_output_tokens=900, background=True)
+    assert answer.status == "queued"
+    assert (await client.responses.cancel(answer.id)).status == "cancelled"
+    assert engine.num_running == 0
+
+
+# --- tools and parsed output ------------------------------------------------------------------------------
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+ADA = '{"name": "Ada", "age": 36}'
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[openai.AsyncOpenAI]:
+    engine = ScriptedEngine({"Rain": "It rains.", "Weather": CALL, "Who": ADA})
+    async with live_server(create_app(engine, ServerConfig(), ["m"])) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def test_parsed_output(scripted):
+    asked = [{"role": "user", "content": "Who?"}]
+    chat = await scripted.chat.completions.parse(model="m", messages=asked, response_format=Person)
+    assert chat.choices[0].message.parsed == Person(name="Ada", age=36)
+    response = await scripted.responses.parse(model="m", input="Who?", text_format=Person)
+    assert response.output_parsed == Person(name="Ada", age=36)
+
+
+async def test_calls_in_chat(scripted):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+    messages = [{"role": "user", "content": "Weather?"}]
+    answer = await scripted.chat.completions.create(model="m", messages=messages, tools=tools)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    assert answer.choices[0].finish_reason == "tool_calls"
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "Rain"}]
+    answer = await scripted.chat.completions.create(model="m", messages=messages, tools=tools)
+    assert answer.choices[0].message.content == "It rains."
+
+
+async def test_calls_in_responses(scripted):
+    tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
+    async with scripted.responses.stream(model="m", input="Weather?", tools=tools) as stream:
+        events = [event async for event in stream]
+        first = await stream.get_final_response()
+    (call,) = first.output
+    assert (call.name, call.arguments) == ("weather", '{"city": "Paris"}')
+    assert "response.function_call_arguments.done" in {event.type for event in events}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    answer = await scripted.responses.create(
+        model="m", input=[result], tools=tools, previous_response_id=first.id
+    )
+    assert answer.output_text == "It rains."
