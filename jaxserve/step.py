@@ -135,6 +135,8 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """Prompt positions scored in this step, in order. Position 0 has no logprob and is not listed."""
     failed: dict[str, str] = field(default_factory=dict)
+    exhausted: set[str] = field(default_factory=set)
+    """Requests whose own restrictions left no token to sample; the step itself is fine."""
 
 
 class PendingStep(Protocol):

@@ -135,6 +135,9 @@ class CompletionState:
             self.num_tokens += 1
             if index < num_with_text and found is None:
                 found = self._show(detokenizer.update([token_id]), self.num_tokens > self._min_tokens)
+            if found is not None:
+                del self._new_ids[len(self._new_ids) - (len(output.new_token_ids) - 1 - index) :]
+                break  # what a step brought beyond it is not part of the output
         if output.new_logprobs and self._wants_logprobs:
             self._add_logprobs(output.new_logprobs, pending)
         return found

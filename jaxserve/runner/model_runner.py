@@ -275,8 +275,9 @@ class JaxModelRunner:
             batch.extend(request)
         for request_id, token_ids in scheduler_output.appended_token_ids.items():
             self._append_tokens(request_id, token_ids)
+        exhausted: set[str] = set()
         if batch.masked or scheduler_output.token_masks:
-            self._update_masks(scheduler_output)
+            exhausted = self._update_masks(scheduler_output)
         step = self.builder.build(batch, scheduler_output)
         self._patch(step.early_patches)
         program = self.programs.choose(
@@ -292,6 +293,7 @@ class JaxModelRunner:
             num_logprobs=self._num_logprobs(step),
             prompts=self._score_prompts(step, output.hidden) if batch.scoring_prompt else [],
             on_tokens=self._read_tokens,
+            exhausted=exhausted,
         )
         dispatched.start_copies()
         return dispatched
@@ -336,10 +338,15 @@ class JaxModelRunner:
             chunk[: len(part)] = part
             self._change_sampler("add_history", np.int32(row), chunk, np.int32(is_output))
 
-    def _update_masks(self, scheduler_output: SchedulerOutput) -> None:
-        """Send the token masks that changed for the rows that sample in this step."""
+    def _update_masks(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Send the token masks that changed for the rows that sample in this step.
+
+        Returns:
+            Requests for which a grammar and other restrictions leave no token.
+        """
         batch, grammars = self.batch, scheduler_output.token_masks
         changed: list[tuple[int, np.ndarray]] = []
+        exhausted: set[str] = set()
         for request_id, state in batch.masked.items():
             if request_id not in scheduler_output.samples or request_id in grammars or state.mask is None:
                 continue
@@ -355,10 +362,13 @@ class JaxModelRunner:
             if state.mask is not None:
                 num_output_tokens = self._num_output_tokens(state, scheduler_output)
                 words = state.mask.bits(num_output_tokens, state.output_token_ids, words)
+            if not words.any():
+                exhausted.add(request_id)
             set_masked(batch.sampling, state.row, True)
             changed.append((state.row, words))
         for start in range(0, len(changed), MASK_ROWS):
             self._set_masks(changed[start : start + MASK_ROWS])
+        return exhausted
 
     def _num_output_tokens(self, state: RowState, scheduler_output: SchedulerOutput) -> int:
         """Output tokens of a row before the one that this step samples."""

@@ -37,6 +37,7 @@ class DispatchedStep:
         num_logprobs: request id -> most likely tokens wanted (-1: the whole vocabulary).
         prompts: prompts scored in this step.
         on_tokens: called with the sampled tokens per request when they are read.
+        exhausted: requests whose masks allow no token.
     """
 
     step_id: int
@@ -45,6 +46,7 @@ class DispatchedStep:
     num_logprobs: dict[str, int]
     prompts: list[ScoredPrompt]
     on_tokens: Callable[[dict[str, list[int]]], None]
+    exhausted: set[str] = field(default_factory=set)
     _output: ModelRunnerOutput | None = field(default=None, init=False)
 
     def start_copies(self) -> None:
@@ -60,10 +62,12 @@ class DispatchedStep:
         return self._output
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id)
+        output = ModelRunnerOutput(self.step_id, exhausted=self.exhausted)
         if self.sampling_rows:
             token_ids = np.asarray(self.sampled.token_ids).tolist()
             for row, request_id in self.sampling_rows:
+                if request_id in self.exhausted:
+                    continue
                 if (token_id := token_ids[row]) < 0:
                     output.failed[request_id] = NO_FINITE_LOGITS
                 else:

@@ -243,7 +243,10 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if token_ids is None:
                 prompt_logprobs.pop(request_id, None)
-                outputs.append(self._fail(request, "The step returned no token for this request."))
+                if request_id in runner_output.exhausted:
+                    outputs.append(self._lifecycle.refuse(request, _nothing_left(request)))
+                else:
+                    outputs.append(self._fail(request, "The step returned no token for this request."))
                 continue
             (token_id,) = token_ids
             request.num_inflight_tokens -= 1
@@ -357,6 +360,15 @@ def _resolved_limits(config: SchedulerConfig) -> tuple[int, int]:
             param="max_num_seqs",
         )
     return max_num_seqs, max_num_batched_tokens
+
+
+def _nothing_left(request: Request) -> InvalidRequestError:
+    param = "structured_outputs" if request.sampling_params.allowed_token_ids is None else "allowed_token_ids"
+    return InvalidRequestError(
+        f"{param}: after {request.num_output_tokens} output tokens no token is left that structured_outputs and "
+        "allowed_token_ids both allow.",
+        param=param,
+    )
 
 
 def _too_long(message: str) -> InvalidRequestError:

@@ -11,6 +11,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 from jaxserve.server.app import create_app
 from jaxserve.server.openai.requests import NOT_OVER_HTTP, ChatCompletionRequest, CompletionRequest
+from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.anyio
 
@@ -38,11 +39,13 @@ GIVEN = {
     "truncate_prompt_tokens": 100,
     "truncation_side": "right",
     "repetition_detection": {"max_pattern_size": 9, "min_count": 4},
+    "structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": True},
 }
 EXPECTED = {
     **GIVEN,
     "logit_bias": {5: 1.5, 7: -100.0},
     "repetition_detection": RepetitionDetection(max_pattern_size=9, min_count=4),
+    "structured_outputs": StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True),
 }
 BODIES = {
     "/v1/completions": {"prompt": "hello"},

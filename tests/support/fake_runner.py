@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import (
@@ -63,6 +65,8 @@ class FakeRow:
     num_computed_tokens: int
     num_unread_tokens: int = 0
     failed: bool = False
+    mask: np.ndarray | None = None
+    """Of a grammar, for the token being sampled."""
     fingerprints: list[int] = field(default_factory=list)
 
     @classmethod
@@ -93,7 +97,10 @@ def default_sampler(row: FakeRow, vocab_size: int) -> int:
     masked = row.stop_token_ids
     if len(row.token_ids) - row.num_prompt_tokens >= row.params.min_tokens:
         masked = frozenset()
-    allowed = row.params.allowed_token_ids or range(vocab_size)
+    allowed = list(row.params.allowed_token_ids or range(vocab_size))
+    if row.mask is not None:
+        allowed = [i for i in allowed if row.mask[i // 32] >> (i % 32) & 1]
+        masked = masked if set(allowed) - masked else frozenset()
     start = next_token(row.fingerprints[-1], row.seed, len(allowed))
     for i in range(len(allowed)):
         token_id = allowed[(start + i) % len(allowed)]
@@ -221,6 +228,14 @@ class FakeRunner:
             assert any(cached.new_block_ids), "a request without new blocks is not listed"
             for table, new_blocks in zip(row.block_tables, cached.new_block_ids, strict=True):
                 table.extend(new_blocks)
+        for request_id, token_ids in step.appended_token_ids.items():
+            row = self.rows[request_id]
+            assert request_id not in new_ids, f"{request_id} is new and brings its tokens itself"
+            assert not row.num_unread_tokens, f"{request_id}: tokens are appended to one that was not read"
+            assert len(token_ids) > 1, f"{request_id}: nothing was appended"
+            assert row.token_ids[row.num_computed_tokens :] == token_ids[:1]
+            for token_id in token_ids[1:]:
+                row.append(token_id)
 
     def _check_rows(self, step: SchedulerOutput) -> None:
         scheduled = step.num_scheduled_tokens
@@ -305,6 +320,8 @@ class FakeRunner:
                 self._score_prompt(row, num_tokens, output)
             row.num_computed_tokens += num_tokens
             if request_id in step.samples:
+                mask = step.token_masks.get(request_id)
+                row.mask = None if mask is None else mask.words()
                 self._sample(row, output)
                 sampling.append(row)
         self.num_steps += 1

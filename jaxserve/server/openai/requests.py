@@ -26,6 +26,7 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.messages import ChatMessage, check_messages
 from jaxserve.server.openai.prompts import CompletionPrompt, parse_prompts
+from jaxserve.server.openai.response_format import ResponseFormat
 from jaxserve.server.openai.tools import (
     NamedToolField,
     ToolChoice,
@@ -43,7 +44,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: it ends up in logs and headers."""
 
-NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens"})
+NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens", "param"})
 """Fields of SamplingParams that an endpoint decides or declares itself."""
 
 
@@ -68,7 +69,7 @@ def _http_type(annotation: Any) -> Any:
         return typing.Union[tuple(_http_type(argument) for argument in arguments)]  # noqa: UP007
     if origin is list:
         return list[_http_type(arguments[0])]
-    if origin is dict:
+    if origin is dict and arguments[0] is int:
         return Annotated[dict[str, float], AfterValidator(_token_id_keys)]
     return annotation
 
@@ -77,6 +78,8 @@ def _struct_type(struct: type[msgspec.Struct]) -> Any:
     """A struct among the sampling parameters, as a JSON object with its fields."""
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(struct):
+        if field.name in NOT_OVER_HTTP:
+            continue
         default = ... if field.required else field.default
         fields[field.name] = (_http_type(field.type), default)
     with warnings.catch_warnings():
@@ -128,6 +131,7 @@ class GenerationRequest(SamplingFields):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -150,6 +154,15 @@ class GenerationRequest(SamplingFields):
         return {name: value for name, value in body.items() if _is_ours(cls, name, value, body)}
 
     @model_validator(mode="after")
+    def _check_one_constraint(self) -> GenerationRequest:
+        if self.response_format is not None and getattr(self, "structured_outputs", None) is not None:
+            raise InvalidRequestError(
+                "response_format and structured_outputs both constrain the output; send one of them.",
+                param="structured_outputs",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
@@ -158,7 +171,10 @@ class GenerationRequest(SamplingFields):
     def sampling_values(self) -> dict[str, Any]:
         """The sampling fields that the request sets."""
         values = {name: getattr(self, name) for name in (*SAMPLING_FIELDS, "use_beam_search", "length_penalty")}
-        return {name: value for name, value in values.items() if value is not None}
+        values = {name: value for name, value in values.items() if value is not None}
+        if self.response_format is not None:
+            values["structured_outputs"] = self.response_format
+        return values
 
     @property
     def include_usage(self) -> bool:
