@@ -29,17 +29,21 @@ TOOL = {
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[Any]:
     app = create_app(engine, ServerConfig(api_key=[KEY]), ["m"])
-    async with live_server(app) as url:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client:
-            yield client
+    async with (
+        live_server(app) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Any]:
     engine = ScriptedEngine({"Rain": "It rains.", "": f"Let me see.\n{CALL}"})
-    async with live_server(create_app(engine, ServerConfig(), ["m"])) as url:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
+    async with (
+        live_server(create_app(engine, ServerConfig(), ["m"])) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 async def test_messages(client):

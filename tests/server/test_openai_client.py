@@ -172,9 +172,11 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 @pytest.fixture
 async def scripted() -> AsyncIterator[openai.AsyncOpenAI]:
     engine = ScriptedEngine({"Rain": "It rains.", "Weather": CALL, "Who": ADA})
-    async with live_server(create_app(engine, ServerConfig(), ["m"])) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    async with (
+        live_server(create_app(engine, ServerConfig(), ["m"])) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 async def test_parsed_output(scripted):
