@@ -20,7 +20,8 @@ COMMANDS = {
     "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
     "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),
 }
-"""A command's name, its module and what it does. A module has ``add_arguments`` and ``run``."""
+"""A command's name, its module and what it does. A module has ``add_arguments`` and ``run``; it may have ``expand``,
+which gets the arguments before they are parsed."""
 
 
 class Command(Protocol):
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"jaxserve {given[0]}", description=description, allow_abbrev=False)
     command.add_arguments(parser)
     try:
-        return command.run(parser.parse_args(normalise_flags(given[1:])))
+        expand = getattr(command, "expand", list[str])
+        return command.run(parser.parse_args(normalise_flags(expand(given[1:]))))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -6,14 +6,17 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from jaxserve.config import ENGINE_CONFIGS, EngineConfig, ServerConfig
 from jaxserve.config.cli_flags import add_config_flags, config_from_flags, flags_given
+from jaxserve.config.config_file import FLAG, expand_config_file
 from jaxserve.engine.front import read_chat_template
 from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging, log_level
 
 API_KEY_VARIABLE = "JAXSERVE_API_KEY"
+DEV_MODE_VARIABLE = "JAXSERVE_SERVER_DEV_MODE"
 PACKAGED_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name of the model that is served when none is named."""
 
@@ -25,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="Hugging Face folder, hub id, or .gguf file. Default: the packaged SmolLM2.",
     )
+    parser.add_argument(FLAG, metavar="FILE", help="YAML file with flags; those given here win.")
     add_config_flags(parser, [*ENGINE_CONFIGS, ServerConfig])
+
+
+expand = expand_config_file
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,10 +71,40 @@ def configs_from(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
         values["model"] = arguments.positional_model
     values["log_level"] = log_level(values.get("log_level"))
     server_config = config_from_flags(ServerConfig, arguments)
-    key = os.environ.get(API_KEY_VARIABLE)
-    if key and not server_config.api_key:
-        server_config = replace(server_config, api_key=[key])
+    server_config = replace(
+        server_config,
+        api_key=api_keys(server_config),
+        enable_dev_mode=server_config.enable_dev_mode or os.environ.get(DEV_MODE_VARIABLE) == "1",
+    )
     return EngineConfig.from_kwargs(**values), server_config
+
+
+def api_keys(config: ServerConfig) -> list[str] | None:
+    """The keys of the flags and the file; without any those of the environment. None guards nothing.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no key, or a key is empty or no ASCII text: such a server
+            would be open, or closed to everybody, without its operator knowing.
+    """
+    keys = list(config.api_key or ())
+    if config.api_key_file is not None:
+        keys += _read_keys(config.api_key_file)
+    if not keys:
+        keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip()]
+    if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
+        raise ConfigError("An API key must be printable ASCII text, and not empty.", param="api_key")
+    return keys or None
+
+
+def _read_keys(path: str) -> list[str]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path!r} cannot be read: {error}", param="api_key_file") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file {path!r} holds no key.", param="api_key_file")
+    return keys
 
 
 def served_names(model: str, config: ServerConfig) -> Sequence[str]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from jaxserve.config.fields import check_at_least, setting
 from jaxserve.errors import ConfigError
-from jaxserve.sampling_params import MAX_N
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ServerConfig:
     max_body_bytes: int = setting(
         32 << 20, "Largest request body; a larger one is refused (413).", parse="size"
     )
-    max_n: int = setting(MAX_N, "Choices that one request may ask for, over all its prompts.")
+    max_n: int = setting(16384, "Choices that one request may ask for, over all its prompts.")
     enable_prompt_tokens_details: bool = setting(
         False, "Name the prompt tokens found in the prefix cache in chat's and completions' usage."
     )

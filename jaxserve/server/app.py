@@ -67,7 +67,7 @@ def create_app(
         ),
     )
 
-    app = FastAPI(title="jaxserve", version=__version__, redoc_url=None, root_path=config.root_path)
+    app = FastAPI(title="jaxserve", version=__version__, redoc_url=None)
     app.state.service = service
     app.state.max_body_bytes = config.max_body_bytes
     app.state.sse_keep_alive_interval = config.sse_keep_alive_interval

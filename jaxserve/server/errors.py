@@ -123,7 +123,7 @@ def error_response(
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether the request speaks Anthropic's protocol."""
-    path = scope["path"]
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 

@@ -65,7 +65,7 @@ class RequestMiddleware:
         handler = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in METHODS else "OTHER"
         self._metrics.record(handler, method, status, seconds)
-        if scope["path"] not in QUIET_PATHS:
+        if route_path(scope) not in QUIET_PATHS:
             # The path as it was sent: percent-encoded, so that it cannot break a log line.
             path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
             logger.info("%s %s %d in %.3f s", method, path, status, seconds)
@@ -118,7 +118,7 @@ class APIKeyMiddleware:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if scope["type"] != "http" or route_path(scope) in OPEN_PATHS or self._allows(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = HTTPProblem(401, "Missing or incorrect API key: send 'Authorization: Bearer <key>'.")
@@ -131,6 +131,11 @@ class APIKeyMiddleware:
         # Digests of one length, and no early end: the time says nothing about the keys.
         matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
         return any(matches)
+
+
+def route_path(scope: Scope) -> str:
+    """The path below the one under which a proxy serves this server (``--root-path``)."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: bytes) -> bytes:

@@ -16,6 +16,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import ssl
+import stat
 from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 
@@ -61,7 +63,8 @@ def run_server(
         ConfigError: the address cannot be used.
     """
     stop = StopSignals()
-    with stop.handled(), contextlib.closing(bind_socket(config.host, config.port)) as sock:
+    check_tls_files(config)
+    with stop.handled(), contextlib.closing(bind(config)) as sock:
         engine: EngineClient | None = None
         try:
             engine = start_engine()
@@ -72,6 +75,72 @@ def run_server(
             if engine is not None:
                 engine.shutdown()
                 logger.info("Stopped.")
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The bound socket that the config names: a Unix domain socket, or host and port.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    return bind_socket(config.host, config.port) if config.uds is None else bind_unix_socket(config.uds)
+
+
+def bind_unix_socket(path: str) -> socket.socket:
+    """A bound Unix domain socket that does not listen yet; one that nobody listens to any more is replaced.
+
+    Raises:
+        ConfigError: the path is in use, too long, or cannot be written.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(_mode_of(path)):
+            if sock.connect_ex(path) == 0:
+                raise ConfigError(f"uds {path!r} is in use by another process.", param="uds")
+            sock.close()
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            os.unlink(path)
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"Cannot listen on uds {path!r}: {error.strerror or error}.", param="uds") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _mode_of(path: str) -> int:
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def check_tls_files(config: ServerConfig) -> None:
+    """Read certificate and key now: an error while the engine loads would come minutes later.
+
+    Raises:
+        ConfigError: they cannot be read, or do not belong together.
+    """
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password: asked for one, the process would wait for a terminal.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl_certfile {config.ssl_certfile!r} (and ssl_keyfile {config.ssl_keyfile!r}) cannot be used: {error}",
+            param="ssl_certfile",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"ssl_ca_certs {config.ssl_ca_certs!r} cannot be used: {error}", param="ssl_ca_certs"
+            ) from None
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -151,10 +220,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
         for sock in sockets or ():
+            if sock.family == socket.AF_UNIX:
+                logger.info("Listening on the Unix domain socket %s", sock.getsockname())
+                continue
             host, port = sock.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            logger.info("Listening on http://%s, documentation at /docs", address)
+            logger.info("Listening on %s://%s, documentation at /docs", scheme, address)
 
 
 async def _serve(
@@ -221,6 +294,11 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         ws="none",
         server_header=False,
         backlog=BACKLOG,
+        root_path=config.root_path,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + ABORT_GRACE_SECONDS,
     )
 
