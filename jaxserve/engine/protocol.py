@@ -83,6 +83,10 @@ class EngineClient(Protocol):
         """End requests early: their streams end with ``finish_reason`` abort. Unknown or finished ids are ignored."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize for /tokenize, without admitting anything."""
         ...

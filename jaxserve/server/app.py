@@ -19,8 +19,11 @@ from jaxserve.server.anthropic.messages import message_routes
 from jaxserve.server.errors import install_error_handlers
 from jaxserve.server.generation import GenerationService, ServedModel, ServiceLimits
 from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
+from jaxserve.server.invocations import invocation_routes
 from jaxserve.server.openai.chat import chat_routes
+from jaxserve.server.openai.chat_batch import batch_chat_routes
 from jaxserve.server.openai.completions import completion_routes
+from jaxserve.server.openai.generate import generate_routes
 from jaxserve.server.openai.models import model_routes
 from jaxserve.server.openai.responses_api.routes import response_routes
 from jaxserve.server.openai.responses_api.store import ResponseStore
@@ -78,7 +81,10 @@ def create_app(
     app.include_router(message_routes(service))
     app.include_router(model_routes(service))
     app.include_router(tokenize_routes(service))
-    app.include_router(operation_routes(service, metrics))
+    app.include_router(generate_routes(service))
+    app.include_router(batch_chat_routes(service))
+    app.include_router(invocation_routes(app.router))
+    app.include_router(operation_routes(service, metrics, config))
     install_error_handlers(app)
     _add_middleware(app, config, HTTPMetrics(metrics.registry))
     return app

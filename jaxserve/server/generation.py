@@ -302,7 +302,7 @@ class GenerationService:
             EngineDeadError: the engine core died.
         """
         self._check_open()
-        self._check_choices(len(prompts), params.n)
+        self.check_choices(len(prompts), params.n)
         submission = Submission(self._active)
         submission.reports_cached_tokens = self.limits.report_cached_tokens
         try:
@@ -341,8 +341,12 @@ class GenerationService:
         if self.engine.errored is not None:
             raise EngineDeadError(f"The engine has stopped: {self.engine.errored}")
 
-    def _check_choices(self, num_prompts: int, n: int) -> None:
-        """Refuse what would fill the memory before it runs: one prompt's limit holds for them all."""
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        """Refuse what would fill the memory before it runs: one limit holds for all prompts of a request.
+
+        Raises:
+            InvalidRequestError: naming ``n``.
+        """
         limit = self.limits.max_n
         if num_prompts * n > limit:
             raise InvalidRequestError(

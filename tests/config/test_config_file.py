@@ -57,7 +57,13 @@ def test_every_kind_of_value(file: str, separate: bool):
 
 def test_the_command_line_wins(file: str):
     engine, server = parsed(
-        "other/model", "--config", file, "--max_num_seqs=3", "--served-model-name", "three", "--enable-prefix-caching"
+        "other/model",
+        "--config",
+        file,
+        "--max_num_seqs=3",
+        "--served-model-name",
+        "three",
+        "--enable-prefix-caching",
     )
     assert engine.model_config.model == "other/model"
     assert engine.scheduler_config.max_num_seqs == 3
@@ -67,10 +73,16 @@ def test_the_command_line_wins(file: str):
 
 def test_an_empty_file_changes_nothing(tmp_path: Path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert expand_config_file(["m", "--config", str(tmp_path / "empty.yaml"), "--seed", "1"]) == ["m", "--seed", "1"]
+    assert expand_config_file(["m", "--config", str(tmp_path / "empty.yaml"), "--seed", "1"]) == [
+        "m",
+        "--seed",
+        "1",
+    ]
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "{unclosed", "1: 2", "a: !!python/object:os.system x"])
+@pytest.mark.parametrize(
+    "text", ["- a\n- b\n", "just text", "{unclosed", "1: 2", "a: !!python/object:os.system x"]
+)
 def test_what_is_no_mapping_of_flags_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
@@ -79,7 +91,9 @@ def test_what_is_no_mapping_of_flags_is_refused(tmp_path: Path, text: str):
     assert caught.value.param == "config"
 
 
-@pytest.mark.parametrize("arguments", [["--config"], ["--config", "/no/such/file"], ["--config=a", "--config=b"]])
+@pytest.mark.parametrize(
+    "arguments", [["--config"], ["--config", "/no/such/file"], ["--config=a", "--config=b"]]
+)
 def test_a_missing_file(arguments: list[str]):
     with pytest.raises(ConfigError):
         expand_config_file(arguments)

@@ -152,6 +152,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.finished: list[str] = []
         self.shut_down = False
+        self.num_resets = 0
         self.max_logprobs = 20
         self.eos_token_ids = [EOS]
         self.sampled_rank = 1
@@ -209,6 +210,9 @@ class FakeEngine:
             if stream is not None:
                 self.aborted.append(request_id)
                 stream.put(self._snapshot(stream, "abort"))
+
+    async def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def die(self, reason: str = "the core was killed") -> None:
         """End the engine: every stream fails, nothing is admitted any more."""

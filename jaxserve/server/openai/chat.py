@@ -42,7 +42,7 @@ def chat_routes(service: GenerationService) -> APIRouter:
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         call = begin_call(request, "chatcmpl", body.request_id, service.resolve_model(body.model))
-        answer = await _submit(service, body, call)
+        answer = await begin_chat(service, body, call)
         if body.stream:
             return EventStream(answer.events(), answer.submission.aclose)
         return json_response(answer.body((await collect(request, answer.submission))[0]))
@@ -51,7 +51,8 @@ def chat_routes(service: GenerationService) -> APIRouter:
     return router
 
 
-async def _submit(service: GenerationService, body: ChatCompletionRequest, call: Call) -> ChatAnswer:
+async def begin_chat(service: GenerationService, body: ChatCompletionRequest, call: Call) -> ChatAnswer:
+    """Admit a conversation, and render its answer with what is returned."""
     plan = plan_output(
         service,
         body.messages,

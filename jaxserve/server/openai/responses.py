@@ -6,6 +6,7 @@ A field that is UNSET is left out; None is sent as null, where OpenAI sends null
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -251,7 +252,7 @@ class DetokenizeBody(Struct):
     prompt: str
 
 
-def json_response(body: Struct | dict[str, str], status: int = 200) -> Response:
+def json_response(body: Struct | dict[str, Any], status: int = 200) -> Response:
     """``body`` as JSON. NaN and infinity cannot appear: they are encoded as null."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
