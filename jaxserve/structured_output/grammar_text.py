@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jaxserve.structured_output.interface import GrammarError
-from jaxserve.structured_output.structural_tag import structural_tag_grammar
+from jaxserve.structured_output.structural_tag import WHITESPACE, structural_tag_grammar
 from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 MAX_RULES = 1024
@@ -35,7 +35,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Sequence[str])
         case "json_object":
             return _json_grammar({"type": "object"}, params)
         case "regex":
-            return LLMatcher.grammar_from_regex(params.spec)
+            return f"start: /{regex_to_lark(params.spec, 'd')}/"  # \\d is 0 to 9, no other script's digits
         case "choice":
             assert params.choice is not None
             return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
@@ -46,6 +46,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Sequence[str])
 
 
 def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    defaults: dict[str, Any] = {} if params.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
     overrides: dict[str, Any] = {}
     if params.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
@@ -53,7 +54,9 @@ def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> st
         overrides["whitespace_pattern"] = params.whitespace_pattern
     if params.disable_additional_properties:
         schema = cast("dict[str, Any]", _closed(schema))
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, overrides))
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults=cast(Any, defaults), overrides=cast(Any, overrides)
+    )
 
 
 _SAYS_MORE = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"})

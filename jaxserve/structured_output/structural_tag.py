@@ -11,9 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from llguidance import regex_to_lark
+
 from jaxserve.structured_output.interface import GrammarError
 
 _TEXT = r"/(.|\n)*/"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Optional white space in JSON: as much as an indented line needs, not as much as a model that has lost its way."""
 _NOTHING = '""'
 
 
@@ -104,11 +108,11 @@ class _Writer:
         schema = value.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise GrammarError("needs 'json_schema' (object).")
-        return self._rule("%json " + json.dumps(schema))
+        return self._rule("%json " + json.dumps(_with_bounded_whitespace(schema)))
 
     def regex(self, value: dict[str, Any]) -> str:
         pattern = _get(value, "pattern", str)
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", pattern).replace("\n", r"\n") + "/"
+        return f"/{regex_to_lark(pattern, 'd')}/"
 
     def any_text(self, _value: dict[str, Any]) -> str:
         return "TAG_TEXT"
@@ -164,6 +168,12 @@ class _Writer:
         name = f"trigger_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: TAG_TEXT {first + chr(34) if rest else first}")
         return f"{name} {rest}"
+
+
+def _with_bounded_whitespace(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """``schema`` with the default for white space that schemas have elsewhere."""
+    inner: dict[str, Any] = {} if schema is True else {"enum": []} if schema is False else schema
+    return {**inner, "x-guidance": inner.get("x-guidance", {"whitespace_pattern": WHITESPACE})}
 
 
 def _quoted(text: str) -> str:

@@ -20,6 +20,8 @@ from jaxserve.step import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from jaxserve.structured_output.compiler import GrammarCompiler
+from jaxserve.structured_output.request_grammar import MaskFiller, RequestGrammar
 
 VOCAB_SIZE = 50
 EOS = 2
@@ -55,9 +57,10 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     bad_words: list[list[int]] | None = None,
+    compiler: GrammarCompiler | None = None,
     **params: object,
 ) -> Request:
-    """A greedy request; further arguments are SamplingParams."""
+    """A greedy request; further arguments are SamplingParams. ``compiler`` is for those with a grammar."""
     sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
     core_request = EngineCoreRequest(
         request_id,
@@ -70,7 +73,10 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
     )
-    return Request(core_request, max_model_len)
+    grammar = None
+    if compiler is not None and sampling_params.structured_outputs is not None:
+        grammar = RequestGrammar(compiler, sampling_params)
+    return Request(core_request, max_model_len, grammar)
 
 
 def generate_alone(request: Request, max_model_len: int = 1024) -> tuple[list[int], FinishReason, int | None]:
@@ -101,6 +107,7 @@ class Harness:
     Args:
         num_blocks: blocks beside the dummy.
         depth: steps that may be in flight while the next one is scheduled (0 is synchronous).
+        compiler: of the grammars that requests bring.
     """
 
     def __init__(
@@ -113,10 +120,11 @@ class Harness:
         max_num_batched_tokens: int = 32,
         max_model_len: int = 1024,
         enable_prefix_caching: bool = True,
+        compiler: GrammarCompiler | None = None,
         **config: object,
     ) -> None:
         groups = groups or [full_attention_group()]
-        self.depth, self.max_model_len = depth, max_model_len
+        self.depth, self.max_model_len, self.compiler = depth, max_model_len, compiler
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **config
@@ -126,6 +134,7 @@ class Harness:
             num_blocks + 1,
             block_size,
             max_model_len,
+            None if compiler is None else MaskFiller(compiler),
         )
         self.runner = FakeRunner(
             num_blocks + 1,
@@ -144,7 +153,9 @@ class Harness:
         self.now = 0.0
 
     def add(self, request_id: str, prompt: list[int], **params: object) -> Request:
-        request = make_request(request_id, prompt, max_model_len=self.max_model_len, **params)
+        request = make_request(
+            request_id, prompt, max_model_len=self.max_model_len, compiler=self.compiler, **params
+        )
         self.scheduler.add_request(request)
         self.requests[request_id] = request
         self.results[request_id] = Result()
