@@ -16,6 +16,7 @@ from jaxserve.version import __version__
 
 COMMANDS = {
     "serve": ("jaxserve.cli.serve", "Serve a model over HTTP, with OpenAI's API."),
+    "run-batch": ("jaxserve.cli.run_batch", "Answer an OpenAI batch file, without a server."),
     "chat": ("jaxserve.cli.chat", "Talk to a server."),
     "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
     "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),

@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -50,13 +50,18 @@ def parse_size(text: str) -> int:
     return int(exact)
 
 
-def add_config_flags(parser: argparse.ArgumentParser, configs: Sequence[type[Any]]) -> None:
-    """Add one group of flags per config class. Flags that are not given leave no trace in the result."""
+def add_config_flags(
+    parser: argparse.ArgumentParser, configs: Sequence[type[Any]], *, only: Collection[str] | None = None
+) -> None:
+    """Add one group of flags per config class, or of the fields ``only`` of them. Flags that are not given leave no
+    trace in the result."""
     for config in configs:
         title = config.__name__.removesuffix("Config").lower()
         group = parser.add_argument_group(title, _first_line(config))
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
+            if only is not None and field.name not in only:
+                continue
             flags = [flag_name(field.name), *field.metadata.get("flags", ())]
             group.add_argument(
                 *flags, dest=field.name, default=argparse.SUPPRESS, **_options(field, hints[field.name])
