@@ -1,16 +1,13 @@
-"""What syntaxes are read with: tags that may arrive in parts, JSON values, and calls written as JSON objects."""
+"""What syntaxes are read with: tags that may arrive in parts, and JSON values."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 MAX_DEPTH = 128
 """Arrays and objects inside each other in a call's arguments."""
-MAX_NAME = 256
-"""Characters of a call's name, and of a key beside it."""
 
 
 def partial_tag(text: str, tags: Iterable[str]) -> int:
@@ -34,7 +31,7 @@ def first_tag(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str]
     return position, tag
 
 
-_SPACE = " \t\n\r"
+SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LITERAL_CHARS = re.compile(r"[A-Za-z0-9+\-.]*")
 _LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
@@ -61,6 +58,11 @@ class JsonScanner:
         self._escape = ""
         self._literal = ""
 
+    @property
+    def pending(self) -> str:
+        """What was read and is not decided: a part of a number, constant or escape."""
+        return self._literal + self._escape
+
     def take(self) -> str:
         """What was decided since the last call."""
         out, self._out = "".join(self._out), []
@@ -73,7 +75,7 @@ class JsonScanner:
                 position = self._string(text, position)
             elif self._literal:
                 position = self._go_on_literal(text, position)
-            elif text[position] in _SPACE:
+            elif text[position] in SPACE:
                 self._out.append(text[position])
                 position += 1
             elif self._token(text[position]):
@@ -158,7 +160,7 @@ class JsonScanner:
             complete, legal = len(escape) == 6, char in _HEX
         if not legal:
             self.failed = True
-            return 0
+            return 0  # the escape stays pending
         self._escape = "" if complete else escape
         if complete:
             self._out.append(escape)
@@ -187,140 +189,3 @@ class JsonScanner:
     def _fail(self) -> bool:
         self.failed = True
         return False
-
-
-ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-class JsonCall:
-    """Reads one call written as a JSON object, such as ``{"name": "f", "arguments": {…}}``.
-
-    The keys come in any order; arguments may be an object, a string that holds one, or null. ``on_start`` is
-    called once the name is known to be right and the arguments begin as an object; then ``on_arguments`` with
-    fragments.
-
-    Args:
-        names: what may be called.
-        on_start: takes the name.
-        on_arguments: takes a fragment.
-    """
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        on_start: Callable[[str], None],
-        on_arguments: Callable[[str], None],
-    ) -> None:
-        self.done = False
-        self.failed = False
-        self.started = False
-        self._names = names
-        self._on_start = on_start
-        self._on_arguments = on_arguments
-        self._expect = "{"
-        self._key = ""
-        self._name: str | None = None
-        self._held = ""
-        """Arguments that wait for the name, or for what shows that they are an object."""
-        self._has_arguments = False
-        self._value: JsonScanner | None = None
-        self._text = ""
-        """The value that is being read, unless it is arguments."""
-
-    def feed(self, text: str, position: int = 0) -> int:
-        """Read on from ``position``; where it stopped: the end, after the object, or at what is wrong."""
-        while position < len(text) and not self.done and not self.failed:
-            if self._value is not None:
-                position = self._read_value(self._value, text, position)
-            elif text[position] in _SPACE or self._token(text[position]):
-                position += 1
-        return position
-
-    def _token(self, char: str) -> bool:
-        """Take one character between keys and values; False if it is not consumed."""
-        expect = self._expect
-        if expect in ("key", "first key") and char == '"':
-            self._value = JsonScanner()
-            return False
-        if char == "}" and expect in ("first key", ","):
-            self._end()
-            return not self.failed
-        if expect == "value":
-            self._value = JsonScanner()
-            return False
-        if char != expect:
-            self.failed = True
-            return False
-        self._expect = {"{": "first key", ":": "value", ",": "key"}[expect]
-        return True
-
-    def _read_value(self, value: JsonScanner, text: str, position: int) -> int:
-        position = value.feed(text, position)
-        self.failed = value.failed
-        out = value.take()
-        if self._expect != "value" or self._key == "name":
-            self._text += out
-            self.failed = self.failed or len(self._text) > MAX_NAME
-        elif self._key in ARGUMENT_KEYS:
-            self._read_arguments(out)
-        if value.done and not self.failed:
-            self._value = None
-            self._end_value()
-        return position
-
-    def _end_value(self) -> None:
-        text, self._text = self._text, ""
-        if self._expect != "value":
-            self._key = json.loads(text)
-            repeated = self._key in ARGUMENT_KEYS and self._has_arguments
-            self.failed = repeated or (self._key == "name" and self._name is not None)
-            self._expect = ":"
-            return
-        self._expect = ","
-        if self._key == "name":
-            name: Any = json.loads(text) if text.startswith('"') else None
-            self.failed = not isinstance(name, str) or name not in self._names
-            self._name = name
-        elif self._key in ARGUMENT_KEYS:
-            self._has_arguments = True
-            if not self.started and not self._held.startswith("{"):
-                self._held = "{}" if self._held == "null" else json.loads(self._held)
-                self.failed = not is_object(self._held)
-        if not self.failed:
-            self._maybe_start()
-
-    def _read_arguments(self, out: str) -> None:
-        if self.started:
-            self._on_arguments(out)
-            return
-        self._held += out
-        if self._held and self._held[0] not in '{"n':
-            self.failed = True
-        self._maybe_start()
-
-    def _maybe_start(self) -> None:
-        """Start once there is a name, and arguments whose first key shows that they are JSON."""
-        if self._name is None or self.started or not self._held.startswith("{") or not self._held[1:].strip():
-            return
-        self.started = True
-        self._on_start(self._name)
-        self._on_arguments(self._held)
-        self._held = ""
-
-    def _end(self) -> None:
-        if self._name is None:
-            self.failed = True
-            return
-        if not self.started:
-            self._held = "{}"
-            self._maybe_start()
-        self.done = True
-
-
-def is_object(text: Any) -> bool:
-    """Whether ``text`` is the text of a JSON object."""
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        return False
-    scanner = JsonScanner()
-    end = scanner.feed(text)
-    return scanner.done and not text[end:].strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from jaxserve.parsers.interface import ReasoningParser
-from jaxserve.parsers.scan import partial_tag
+from jaxserve.parsers.scan import first_tag, partial_tag
 
 
 class TagReasoningParser(ReasoningParser):
@@ -16,6 +16,8 @@ class TagReasoningParser(ReasoningParser):
     """
 
     start: ClassVar[str]
+    other_starts: ClassVar[tuple[str, ...]] = ()
+    other_ends: ClassVar[tuple[str, ...]] = ()
     assumed: ClassVar[Literal["reasoning", "content"]] = "content"
     """What an output without an opening tag is, where the prompt does not say."""
 
@@ -40,20 +42,24 @@ class TagReasoningParser(ReasoningParser):
 
     def _begin(self, *, final: bool) -> None:
         text = self._buffer.lstrip()
-        if text.startswith(self.start):
-            self._buffer = text[len(self.start) :]
+        starts = (self.start, *self.other_starts)
+        opening = next((start for start in starts if text.startswith(start)), None)
+        if opening is not None:
+            self._buffer = text[len(opening) :]
             self._state = "reasoning"
-        elif final or not self.start.startswith(text):
+        elif final or not any(start.startswith(text) for start in starts):
             self._state = self._assumed
 
     def _reason(self, *, final: bool) -> None:
-        reasoning, end, rest = self._buffer.partition(self.end)
-        if end:
-            self._reasoning(reasoning)
-            self._buffer = rest
+        ends = (self.end, *self.other_ends)
+        hit = first_tag(self._buffer, ends)
+        if hit is not None:
+            position, end = hit
+            self._reasoning(self._buffer[:position])
+            self._buffer = self._buffer[position + len(end) :]
             self._state = "content"
             return
-        kept = 0 if final else partial_tag(self._buffer, (self.end,))
+        kept = 0 if final else partial_tag(self._buffer, ends)
         shown = len(self._buffer) - kept
         self._reasoning(self._buffer[:shown])
         self._buffer = self._buffer[shown:]

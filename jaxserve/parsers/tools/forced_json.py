@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxserve.parsers.interface import Schemas, ToolParser
-from jaxserve.parsers.tools.tagged_json import TaggedJsonParser
+from jaxserve.parsers.tools.tagged_calls import TaggedCallsParser
 
 
-class ForcedCallsParser(TaggedJsonParser):
+class ForcedCallsParser(TaggedCallsParser):
     """A list of calls, ``[{"name": …, "parameters": {…}}, …]``, from the first character on."""
 
     opening = ()

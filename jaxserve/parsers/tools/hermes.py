@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxserve.parsers.tools.tagged_json import TaggedJsonParser
+from jaxserve.parsers.tools.tagged_calls import TaggedCallsParser
 
 
-class HermesParser(TaggedJsonParser):
+class HermesParser(TaggedCallsParser):
     """One JSON object between each pair of tags."""
 
     special_tokens = ("<tool_call>", "</tool_call>")

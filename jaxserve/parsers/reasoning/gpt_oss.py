@@ -1,0 +1,50 @@
+"""gpt-oss's reasoning: messages on the analysis channel (Harmony). Calls go on as they are, to the tool parser."""
+
+from __future__ import annotations
+
+from jaxserve.parsers.harmony import SPECIAL_TOKENS, START, Header, MessageReader, read_header
+from jaxserve.parsers.interface import ReasoningParser
+
+
+class HarmonyReasoningParser(ReasoningParser):
+    """Analysis is reasoning; the final channel, and commentary to nobody, are content."""
+
+    special_tokens = SPECIAL_TOKENS
+    stop_tokens = ("<|call|>", "<|return|>")
+    end = "<|end|>"
+
+    def __init__(self, prompt: str = "") -> None:
+        super().__init__(prompt)
+        self._reader = MessageReader()
+        self._header: Header | None = None
+        self._separate = False
+        """Whether a message of the same kind came before: then a line break comes between."""
+
+    def _advance(self, *, final: bool) -> None:
+        text, self._buffer = self._buffer, ""
+        for kind, piece in self._reader.feed(text, final=final):
+            if kind == "header":
+                self._begin(piece)
+            elif kind == "body" and self._header is not None and self._header.channel == "analysis":
+                self._reasoning(piece)
+            elif kind == "end":
+                self._end(piece)
+            else:
+                self._content(piece)
+
+    def _begin(self, text: str) -> None:
+        header = read_header(text)
+        if header.recipient is not None and header.channel != "analysis":
+            self._content(text if text.startswith(START) else f"{START}assistant{text}")
+        self._header = header
+
+    def _end(self, tag: str) -> None:
+        header, self._header = self._header, None
+        if header is None:
+            return
+        if header.channel == "analysis":
+            self._reasoning("\n")
+        elif header.recipient is not None:
+            self._content(tag)
+        else:
+            self._content("\n")
