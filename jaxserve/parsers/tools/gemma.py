@@ -1,7 +1,8 @@
 """Gemma's tool calls: ``<start_function_call>call:name{key:<escape>text<escape>,n:1}<end_function_call>``.
 
-This is FunctionGemma's form. Gemma 4 writes the same between ``<|tool_call>`` and ``<tool_call|>``, its strings between ``<|"|>``. Gemma 3 has
-no syntax of its own: it is told one in the prompt (``server/openai/prompted_tools.py``).
+This is FunctionGemma's form. Gemma 4 writes the same between ``<|tool_call>`` and ``<tool_call|>``, its strings
+between ``<|"|>``. Gemma 3 has no syntax of its own: it is told one in the prompt
+(``server/openai/prompted_tools.py``).
 """
 
 from __future__ import annotations
