@@ -18,8 +18,8 @@ from jaxserve.metrics.http_metrics import HTTPMetrics
 from jaxserve.server.anthropic.messages import message_routes
 from jaxserve.server.errors import install_error_handlers
 from jaxserve.server.generation import GenerationService, ServedModel, ServiceLimits
-from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
 from jaxserve.server.invocations import invocation_routes
+from jaxserve.server.middleware import APIKeyMiddleware, RequestMiddleware
 from jaxserve.server.openai.chat import chat_routes
 from jaxserve.server.openai.chat_batch import batch_chat_routes
 from jaxserve.server.openai.completions import completion_routes
@@ -29,6 +29,7 @@ from jaxserve.server.openai.responses_api.routes import response_routes
 from jaxserve.server.openai.responses_api.store import ResponseStore
 from jaxserve.server.openai.tokenize import tokenize_routes
 from jaxserve.server.openai.tool_output import parsers_of
+from jaxserve.server.openapi import install_openapi
 from jaxserve.server.operations import operation_routes
 from jaxserve.version import __version__
 
@@ -86,6 +87,7 @@ def create_app(
     app.include_router(invocation_routes(app.router))
     app.include_router(operation_routes(service, metrics, config))
     install_error_handlers(app)
+    install_openapi(app)
     _add_middleware(app, config, HTTPMetrics(metrics.registry))
     return app
 

@@ -17,8 +17,6 @@ from jaxserve.version import __version__
 
 SYSTEM_FINGERPRINT = f"jaxserve-{__version__}"
 
-PromptLogprobs = list[dict[str, "PromptLogprob"] | None]
-
 
 class PromptLogprob(Struct):
     """One entry of ``prompt_logprobs``."""
@@ -26,6 +24,9 @@ class PromptLogprob(Struct):
     logprob: float
     rank: int | None
     decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 # --- usage -------------------------------------------------------------------------------------------------
