@@ -17,8 +17,8 @@ class HarmonyReasoningParser(ReasoningParser):
         super().__init__(prompt)
         self._reader = MessageReader()
         self._header: Header | None = None
-        self._separate = False
-        """Whether a message of the same kind came before: then a line break comes between."""
+        self._break = ""
+        """A line break if a message has ended: it stands before what follows."""
 
     def _advance(self, *, final: bool) -> None:
         text, self._buffer = self._buffer, ""
@@ -26,25 +26,26 @@ class HarmonyReasoningParser(ReasoningParser):
             if kind == "header":
                 self._begin(piece)
             elif kind == "body" and self._header is not None and self._header.channel == "analysis":
-                self._reasoning(piece)
+                self._reasoning(self._break + piece)
+                self._break = ""
             elif kind == "end":
                 self._end(piece)
             else:
-                self._content(piece)
+                self._content(self._break + piece)
+                self._break = ""
 
     def _begin(self, text: str) -> None:
         header = read_header(text)
         if header.recipient is not None and header.channel != "analysis":
-            self._content(text if text.startswith(START) else f"{START}assistant{text}")
+            self._content(self._break + (text if text.startswith(START) else f"{START}assistant{text}"))
+            self._break = ""
         self._header = header
 
     def _end(self, tag: str) -> None:
         header, self._header = self._header, None
         if header is None:
             return
-        if header.channel == "analysis":
-            self._reasoning("\n")
-        elif header.recipient is not None:
+        if header.recipient is not None and header.channel != "analysis":
             self._content(tag)
         else:
-            self._content("\n")
+            self._break = "\n"

@@ -23,6 +23,8 @@ class HarmonyParser(ToolParser):
         self._call: JsonArguments | None = None
         self._raw = ""
         """What was read of a call that has not started: content if it turns out to be none."""
+        self._break = False
+        """Whether a message has ended: a line break stands before what follows."""
         self._keeps_tags = False
         """Whether the message is shown as it is: a call of something that is not offered, or a broken one."""
 
@@ -36,7 +38,7 @@ class HarmonyParser(ToolParser):
             elif kind == "end":
                 self._end(piece)
             else:
-                self._content(piece)
+                self._show(piece)
         if final:
             self._end("")
 
@@ -50,7 +52,7 @@ class HarmonyParser(ToolParser):
             self._call = JsonArguments(lambda: self._start(name), self._arguments)
             self._raw = text
         else:
-            self._content(text)
+            self._show(text)
             self._keeps_tags = True
 
     def _read_call(self, call: JsonArguments, text: str) -> None:
@@ -59,17 +61,27 @@ class HarmonyParser(ToolParser):
             end = call.feed(text)
             self._raw = "" if call.started else self._raw + text[:end]
         if call.failed:
-            self._content(self._raw + (call.pending if call.started else ""))
+            self._show(self._raw + (call.pending if call.started else ""))
             self._call, self._raw, self._keeps_tags = None, "", True
         if call.failed or call.done:
             rest = text[end:]
-            self._content(rest if call.failed else rest.strip())
+            self._show(rest if call.failed else rest.strip())
 
     def _end(self, tag: str) -> None:
-        if self._call is None:
-            self._content(tag if self._keeps_tags else "\n")
-        elif self._call.started:
-            self._arguments("" if self._call.done else self._call.pending)
-        else:
-            self._content(self._raw + tag)
+        call = self._call
+        if call is None:
+            self._show(tag if self._keeps_tags else "")
+            self._break = self._break or not self._keeps_tags
+        elif not call.started:
+            self._show(self._raw + tag)
+        elif not call.done and tag:
+            self._show(call.pending + tag)  # the message ended, its arguments did not
+        elif not call.done:
+            self._arguments(call.pending)
         self._call, self._raw, self._keeps_tags = None, "", False
+
+    def _show(self, text: str) -> None:
+        if text and self._break:
+            text = "\n" + text
+            self._break = False
+        self._content(text)

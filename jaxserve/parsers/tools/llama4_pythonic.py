@@ -160,8 +160,10 @@ class PythonicParser(ToolParser):
         if text.startswith(_CLOSE):
             self._buffer = text[len(_CLOSE) :]
             self._state = "outside"
-        elif text and (final or not _CLOSE.startswith(text)):
+        elif text and not _CLOSE.startswith(text):
             self._state = "outside"
+        elif final:
+            self._buffer = ""
 
     def _consume(self, size: int) -> None:
         self._raw += self._buffer[:size]
