@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.core_client import CoreClient
+from jaxserve.engine.core_client import AttachedCore, CoreClient
 from jaxserve.engine.front import Front, check_fits, check_priority
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.engine.output_queue import RequestOutputQueue
@@ -33,9 +33,21 @@ class AsyncEngine:
         client: a core that is ready.
         front: tokenizer and defaults.
         info: what the core resolved.
+        records_state: whether the scheduler's state goes into this engine's metrics: of several engines over one
+            core only one does that.
+        shares_core: whether there are others.
     """
 
-    def __init__(self, config: EngineConfig, client: CoreClient, front: Front, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: AttachedCore,
+        front: Front,
+        info: EngineInfo,
+        *,
+        records_state: bool = True,
+        shares_core: bool = False,
+    ) -> None:
         self._config = config
         self._client = client
         self._front = front
@@ -44,6 +56,8 @@ class AsyncEngine:
         self._outputs = OutputProcessor(front.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = SchedulerStats()
+        self._records_state = records_state
+        self._shares_core = shares_core
         client.listen(
             lambda outputs: self._in_loop(self._process, outputs),
             lambda error: self._in_loop(self._die, error),
@@ -234,7 +248,8 @@ class AsyncEngine:
 
     def _num_waiting(self) -> int:
         """Completions that wait, by what the core last told of its batch."""
-        return max(0, self._outputs.num_unfinished_completions - self._stats.num_running)
+        waiting = max(0, self._outputs.num_unfinished_completions - self._stats.num_running)
+        return max(waiting, self._stats.num_waiting) if self._shares_core else waiting
 
     def _process(self, outputs: EngineCoreOutputs) -> None:
         processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp or None)
@@ -242,7 +257,7 @@ class AsyncEngine:
             self._client.abort(processed.request_ids_to_abort)
         if outputs.stats is not None:
             self._stats = outputs.stats
-            if self._outputs.metrics is not None:
+            if self._outputs.metrics is not None and self._records_state:
                 self._outputs.metrics.record_stats(outputs.stats)
 
     def _die(self, error: BaseException) -> None:

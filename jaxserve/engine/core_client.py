@@ -1,4 +1,8 @@
-"""CoreClient: the front process's end of an engine core that runs in a process of its own."""
+"""The front process's end of an engine core that runs in a process of its own.
+
+CoreClient starts the core. With several API servers the starting process only watches, and each server has an
+AttachedCore: the core takes everybody's requests from one socket and answers each one on its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,40 +44,140 @@ POLL_MILLISECONDS = 200
 STOP_SECONDS = 5.0
 
 
-class CoreClient:
-    """Starts the core's process and carries messages. ``start`` first, then ``wait_ready``, then ``listen``."""
+@dataclass(frozen=True)
+class CoreAddress:
+    """Where a client reaches a core: ZMQ endpoints, and the client's number among the core's clients."""
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    input: str
+    output: str
+    client: int = 0
+
+
+class AttachedCore:
+    """Carries messages to and from a core that is there. ``listen`` first.
+
+    Args:
+        address: from ``CoreClient.addresses``; each is for one client.
+    """
+
+    def __init__(self, address: CoreAddress) -> None:
+        self._client = address.client
         self._context = zmq.Context()
-        self._sender = self._bind(zmq.PUSH, "input")
-        self._receiver = self._bind(zmq.PULL, "output")
+        self._sender = self._socket(zmq.PUSH)
+        self._sender.connect(address.input)
+        self._receiver = self._socket(zmq.PULL)
+        self._receiver.bind(address.output)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
-        self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._closing = threading.Event()
+        self._on_death: Callable[[BaseException], None] | None = None
         self.error: BaseException | None = None
         """Why the core died."""
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(self._address(name))
         return socket
 
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._folder / name}"
+    @property
+    def pid(self) -> int | None:
+        """The core's process id, where this process started it."""
+        return None
+
+    def _receive(self) -> FromCore | None:
+        """The next message, or None after a while without one."""
+        if self._receiver.poll(POLL_MILLISECONDS):
+            return self._decoder.decode(self._receiver.recv())
+        return None
+
+    def listen(
+        self, on_outputs: Callable[[EngineCoreOutputs], None], on_death: Callable[[BaseException], None]
+    ) -> None:
+        """Read in a thread from now on; both callbacks are called in it."""
+        self._on_death = on_death
+
+        def read() -> None:
+            try:
+                while not self._closing.is_set():
+                    message = self._receive()
+                    if isinstance(message, Outputs):
+                        on_outputs(message.outputs)
+                    elif isinstance(message, Died):
+                        raise EngineDeadError(f"The engine core died: {message.message}")
+            except BaseException as error:
+                self.fail(error)
+
+        self._reader = threading.Thread(target=read, name="engine-outputs", daemon=True)
+        self._reader.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the core is dead; only the first reason counts. From any thread."""
+        if self._closing.is_set() or self.error is not None:
+            return
+        self.error = error
+        if self._on_death is not None:
+            self._on_death(error)
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        """Admit the ``n`` choices of one prompt."""
+        self._send(Add.of(requests, self._client))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        self._send(Abort(request_ids))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._send(ResetPrefixCache())
+
+    def _send(self, message: ToCore) -> None:
+        self._sender.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Leave the core. Callable twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._end()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(2 * POLL_MILLISECONDS / 1000 + 1)
+        self._sender.close()
+        self._receiver.close()
+        self._context.term()
+
+    def _end(self) -> None:
+        """What else is to be ended."""
+
+
+class CoreClient(AttachedCore):
+    """Starts the core's process. ``start`` first, then ``wait_ready``, then ``listen``.
+
+    Args:
+        num_servers: further clients, each in a process of its own; without any this one is the only client.
+    """
+
+    module = "jaxserve.engine.core_process"
+    """What the core's process runs."""
+
+    def __init__(self, num_servers: int = 0) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        input_address = f"ipc://{self._folder / 'input'}"
+        outputs = [f"ipc://{self._folder / f'output-{client}'}" for client in range(num_servers + 1)]
+        self.addresses = [CoreAddress(input_address, output, i) for i, output in enumerate(outputs)]
+        """This client's, then the servers'."""
+        super().__init__(self.addresses[0])
 
     def start(self, config: EngineConfig) -> None:
         """Start the process; it loads while the caller does other things."""
         package_parent = str(Path(errors.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "jaxserve.engine.core_process"]
+        command = [sys.executable, "-m", self.module, self.addresses[0].input]
         self._process = subprocess.Popen(
-            [*command, self._address("input"), self._address("output")],
+            [*command, *(address.output for address in self.addresses)],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
         )
@@ -114,47 +219,8 @@ class CoreClient:
             raise EngineDeadError(f"The engine core {reason}.")
         return None
 
-    def listen(
-        self, on_outputs: Callable[[EngineCoreOutputs], None], on_death: Callable[[BaseException], None]
-    ) -> None:
-        """Read in a thread from now on; both callbacks are called in it."""
-
-        def read() -> None:
-            try:
-                while not self._closing.is_set():
-                    message = self._receive()
-                    if isinstance(message, Outputs):
-                        on_outputs(message.outputs)
-                    elif isinstance(message, Died):
-                        raise EngineDeadError(f"The engine core died: {message.message}")
-            except BaseException as error:
-                if not self._closing.is_set():
-                    self.error = error
-                    on_death(error)
-
-        self._reader = threading.Thread(target=read, name="engine-outputs", daemon=True)
-        self._reader.start()
-
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        """Admit the ``n`` choices of one prompt."""
-        self._send(Add.of(requests))
-
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests; unknown ids are ignored."""
-        self._send(Abort(request_ids))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self._send(ResetPrefixCache())
-
-    def _send(self, message: ToCore) -> None:
-        self._sender.send(self._encoder.encode(message))
-
-    def close(self) -> None:
-        """End the process: ask, wait a little, then kill. Callable twice."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+    def _end(self) -> None:
+        """End the process: ask, wait a little, then kill."""
         process = self._process
         if process is not None and process.poll() is None:
             self._send(Stop())
@@ -165,11 +231,6 @@ class CoreClient:
                 process.wait()
         if process is not None and process.stdin is not None:
             process.stdin.close()
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join(2 * POLL_MILLISECONDS / 1000 + 1)
-        self._sender.close()
-        self._receiver.close()
-        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:

@@ -21,11 +21,14 @@ class Add(msgspec.Struct, tag=True):
 
     request: EngineCoreRequest
     choices: list[Choice]
+    client: int = 0
+    """Who gets the outputs."""
 
     @classmethod
-    def of(cls, requests: Sequence[EngineCoreRequest]) -> Add:
+    def of(cls, requests: Sequence[EngineCoreRequest], client: int = 0) -> Add:
         """The message for the ``n`` choices of one prompt."""
-        return cls(requests[0], [Choice(request.request_id, request.seed) for request in requests[1:]])
+        choices = [Choice(request.request_id, request.seed) for request in requests[1:]]
+        return cls(requests[0], choices, client)
 
     def requests(self) -> Iterator[EngineCoreRequest]:
         """All of them. Only the first one scores the prompt."""

@@ -17,7 +17,6 @@ from jaxserve.server.generation import GenerationService
 from jaxserve.server.openai.responses import json_response
 from jaxserve.version import __version__
 
-
 SECRET_SETTINGS = frozenset({"api_key", "api_key_file", "ssl_keyfile"})
 """Never shown."""
 
