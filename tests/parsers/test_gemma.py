@@ -28,7 +28,7 @@ OUTPUTS = [
     Recorded(
         '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
         calls=[("get_weather", '{"city": "Paris"}')],
-    ),  # fmt: skip
+    ),
     Recorded(f"{BEGIN}call:now{{}}", calls=[EMPTY]),
     broken(f"{BEGIN}call:launch{{}}{END}"),
     broken(f"{BEGIN}call:now{{city:{Q}Par"),

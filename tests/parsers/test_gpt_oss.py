@@ -53,13 +53,13 @@ BOTH = [
         f'{START}<|channel|>commentary to=functions.get_weather<|message|>{{"days": 1',
         calls=[("get_weather", '{"days": 1')],
         complete=False,
-    ),  # fmt: skip
+    ),
     Recorded(
         f'{START}<|channel|>commentary to=functions.now<|message|>{{"a": x{END}',
         f"x{END}",
         calls=[("now", '{"a": ')],
         complete=False,
-    ),  # fmt: skip
+    ),
     Recorded("<|channel|>fin"),
     Recorded("<|start|>" + "x" * 600),
 ]

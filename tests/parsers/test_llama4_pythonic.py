@@ -45,10 +45,10 @@ BROKEN = [
         "city='Rome')]",
         calls=[("get_weather", '{"city": "Paris"')],
         complete=False,
-    ),  # fmt: skip
+    ),
     Recorded(
         "[get_weather(city='Paris', days", "days", calls=[("get_weather", '{"city": "Paris"')], complete=False
-    ),  # fmt: skip
+    ),
 ]
 
 

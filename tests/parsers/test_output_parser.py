@@ -50,7 +50,7 @@ def test_no_text_breaks_a_parser_or_is_lost(tool: str, reasoning: str | None):
     """Fragments of all syntaxes, shuffled: nothing is raised, every split says the same."""
     parsers = ParserSet(ParserNames(tool, reasoning), None)
     tags = [tag for cls in parsers._classes(True) for tag in cls.special_tokens]
-    tags += [t for t in (getattr(parsers.tool_class, "opening", ()))]
+    tags += list(getattr(parsers.tool_class, "opening", ()))
     pieces = [*tags, '{"name": "now", "arguments": ', '{"a": ', "}", "[", "]", "(", ")", '"', "\\", "now", " ", "\n",
               "call:now{", "<function=now>", "<parameter=a>", "</parameter>", "</function>", "to=functions.now", ",",
               ";", "1", "x", "functools", "city='P'", "é"]  # fmt: skip
@@ -151,7 +151,7 @@ def test_flags_choose():
     assert names("auto", "auto") == ParserNames("hermes", "deepseek_r1")
     assert names("none", "none") == ParserNames()
     assert names("openai", "qwen3") == ParserNames("gpt_oss", "qwen3")
-    with pytest.raises(ConfigError, match="tool_call_parser is 'nope'.*hermes") as error:
+    with pytest.raises(ConfigError, match=r"tool_call_parser is 'nope'.*hermes") as error:
         names("nope", "auto")
     assert error.value.param == "tool_call_parser"
     with pytest.raises(ConfigError, match="reasoning_parser"):

@@ -57,11 +57,11 @@ OUTPUTS = [
     Recorded(
         wrapped("<function=run.code>\n<parameter=code></parameter></function>"),
         calls=[("run.code", '{"code": ""}')],
-    ),  # fmt: skip
+    ),
     Recorded(
         wrapped("<function=run.code>\n<parameter=code>\n\n</parameter></function>"),
         calls=[("run.code", '{"code": ""}')],
-    ),  # fmt: skip
+    ),
     Recorded(f"{PARIS}\n</tool", calls=[("get_weather", '{"city": "Paris", "days": 3}')]),
 ]
 BROKEN = [
@@ -77,12 +77,12 @@ BROKEN = [
         "oops </function>",
         calls=[("get_weather", '{"city": "Paris"')],
         complete=False,
-    ),  # fmt: skip
+    ),
     Recorded(
         "<function=get_weather>\n<parameter=city>\nPar",
         calls=[("get_weather", '{"city": "Par')],
         complete=False,
-    ),  # fmt: skip
+    ),
 ]
 
 

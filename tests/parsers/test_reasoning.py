@@ -36,7 +36,7 @@ TABLE = {
             "Here's my thought process: Hm. Here is my thought. Here's my response: P.",
             "P.",
             "Hm. Here is my thought.",
-        ),  # fmt: skip
+        ),
         broken("Here is my answer."),
     ],
 }

@@ -131,6 +131,7 @@ class FakeEngine:
         tokenizer: False serves token ids only.
         fail_after: tokens after which a request fails, if its prompt holds the text ``fail``.
         output: the text that outputs cycle through.
+        once: end with ``stop`` after the whole output.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class FakeEngine:
         tokenizer: bool = True,
         fail_after: int = 3,
         output: str = "abcdefghijklmnopqrstuvwxyz",
+        once: bool = False,
     ) -> None:
         self.info = EngineInfo(max_model_len, VOCAB_SIZE, 16, 100, 1600, max_model_len - 1, 1, "fake")
         self.tokenizer = FakeTokenizer() if tokenizer else None
@@ -161,6 +163,7 @@ class FakeEngine:
         self._max_running = max_running
         self._fail_after = fail_after
         self._output = output.encode()
+        self._once = once
         self._running: dict[str, FakeStream] = {}
         self._stepper: asyncio.Task[None] | None = None
         self._metrics: EngineMetrics | None = None
@@ -273,6 +276,8 @@ class FakeEngine:
 
     def _finish(self, stream: FakeStream, index: int, token: int) -> tuple[str | None, int | str | None]:
         params = stream.admitted.params
+        if self._once and stream.num_tokens + 1 == len(self._output):
+            return "stop", None
         for stop in params.stop or ():
             if stream.texts[index].endswith(stop):
                 return "stop", stop
