@@ -62,7 +62,10 @@ class OutputParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens before the one that ends the reasoning (all, as long as it goes on); 0 without reasoning."""
+        """Tokens before the one that ends the reasoning (all, as long as it goes on).
+
+        0 without reasoning, and where no single token ends it.
+        """
         if not self._trim.has_reasoned:
             return 0
         return self._num_before_end if self._end_seen or self._trim.in_reasoning else 0

@@ -367,7 +367,8 @@ async def test_mistakes_in_earlier_calls(call: dict[str, Any], path: str):
 
 async def test_openai_client():
     engine = FakeEngine(output=f"<think>Hm.</think>Let me look.\n{CALL}", once=True)
-    async with live_server(create_app(engine, ServerConfig(), ["m"], chat_template=THINKING)) as url:
+    app = create_app(engine, ServerConfig(), ["m"], chat_template=THINKING)
+    async with live_server(app) as url:  # noqa: SIM117
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             whole = await client.chat.completions.create(model="m", messages=HELLO, tools=[TOOL])
             message = whole.choices[0].message

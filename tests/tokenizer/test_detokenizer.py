@@ -165,3 +165,22 @@ def test_a_token_costs_well_under_two_microseconds(smollm2: FastTokenizer):
                 row.update(one)
         best = min(best, (time.perf_counter() - start) / (len(ids) * len(rows)))
     assert best < 2e-6
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("byte_level", ["<|end|>"]), ("word_piece", ["[A]", "[B]"])])
+def test_special_tokens_that_are_asked_for_are_shown(
+    kind: str, tokens: list[str], request: pytest.FixtureRequest
+):
+    tokenizer: FastTokenizer = request.getfixturevalue(kind)
+    special = [tokenizer.backend.token_to_id(token) for token in tokens]
+    words = tokenizer.encode("hello", add_special_tokens=False)
+    ids = [*words, *special, *words]
+    shown = incremental(tokenizer, [[i] for i in ids], shown_special_tokens=special[:1])
+    assert shown.split(tokens[0])[0].strip() == "hello"
+    assert all(token not in shown for token in tokens[1:])
+    hidden = incremental(tokenizer, [[i] for i in ids])
+    assert tokens[0] not in hidden
+    kept = incremental(
+        tokenizer, [[i] for i in ids], skip_special_tokens=False, shown_special_tokens=special[:1]
+    )
+    assert all(token in kept for token in tokens)
