@@ -44,13 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
     # The engine's code is imported after the command line is known to be right.
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.server.run import run_server
+    from jaxserve.server.supervisor import run_servers
 
     model = engine_config.model_config.model
+    names, root = served_names(model, server_config), model or PACKAGED_MODEL_NAME
+    if server_config.api_server_count > 1:
+        return run_servers(engine_config, server_config, names, model_root=root, chat_template=chat_template)
     return run_server(
         lambda: AsyncEngine.from_config(engine_config),
         server_config,
-        served_names(model, server_config),
-        model_root=model or PACKAGED_MODEL_NAME,
+        names,
+        model_root=root,
         chat_template=chat_template,
     )
 

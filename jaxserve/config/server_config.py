@@ -15,6 +15,10 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "Address to bind.")
     port: int = setting(8000, "Port to bind.")
     uds: str | None = setting(None, "Path of a Unix domain socket to bind instead of host and port.")
+    api_server_count: int = setting(
+        1,
+        "API-server processes over one engine. Stored responses and /load are each process's own.",
+    )
     root_path: str = setting("", "Path under which a proxy serves this server, such as /llm.")
     api_key: list[str] | None = setting(
         None,
@@ -73,7 +77,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "shutdown_timeout")
-        check_at_least(self, 1, "max_body_bytes", "max_n")
+        check_at_least(self, 1, "max_body_bytes", "max_n", "api_server_count")
         check_at_least(self, 0, "sse_keep_alive_interval")
         self._check_tls()
         check_at_least(self, 0, "response_store_bytes", "response_store_ttl")

@@ -6,10 +6,11 @@ the start.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from jaxserve.metrics.buckets import (
@@ -28,6 +29,15 @@ from jaxserve.step import SchedulerStats
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 LABELS = ("model_name", "engine")
+
+
+def shared_registry() -> CollectorRegistry | None:
+    """The metrics of all processes that share an engine, from their files; None in a process of its own."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return None
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +146,13 @@ class EngineMetrics:
             "Configuration of the KV cache.",
             [*LABELS, *labels],
             registry=self.registry,
+            multiprocess_mode="max",
         )
         info.labels(**self._labels, **labels).set(1)
 
     def render(self) -> tuple[bytes, str]:
-        """The exposition text and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        """The exposition text and its content type; of all processes, where several share an engine."""
+        return generate_latest(shared_registry() or self.registry), CONTENT_TYPE_LATEST
 
     def snapshot(self) -> list[Metric]:
         """The values now."""
@@ -150,7 +161,9 @@ class EngineMetrics:
     # --- declarations ----------------------------------------------------------------------------------
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(PREFIX + name, help, LABELS, registry=self.registry).labels(**self._labels)
+        # Of several processes only one sets it: the sum is its value.
+        gauge = Gauge(PREFIX + name, help, LABELS, registry=self.registry, multiprocess_mode="livesum")
+        return gauge.labels(**self._labels)
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(PREFIX + name, help, LABELS, registry=self.registry).labels(**self._labels)

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -147,7 +147,7 @@ def _problem(fields: dict[str, Any]) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def _client(app: FastAPI) -> AsyncGenerator[httpx.AsyncClient, None]:
     """Reaches the application without a socket."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:

@@ -62,9 +62,24 @@ def run_server(
     Raises:
         ConfigError: the address cannot be used.
     """
-    stop = StopSignals()
     check_tls_files(config)
-    with stop.handled(), contextlib.closing(bind(config)) as sock:
+    return serve_on(
+        start_engine, bind(config), config, model_names, model_root=model_root, chat_template=chat_template
+    )
+
+
+def serve_on(
+    start_engine: Callable[[], EngineClient],
+    sock: socket.socket,
+    config: ServerConfig,
+    model_names: Sequence[str],
+    *,
+    model_root: str | None = None,
+    chat_template: str | None = None,
+) -> int:
+    """``run_server`` on a socket that is bound already; it is closed in the end."""
+    stop = StopSignals()
+    with stop.handled(), contextlib.closing(sock):
         engine: EngineClient | None = None
         try:
             engine = start_engine()
@@ -143,8 +158,12 @@ def check_tls_files(config: ServerConfig) -> None:
             ) from None
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A bound socket that does not listen yet: until the engine is ready, clients are refused.
+
+    Args:
+        host, port: where.
+        reuse_port: share the port with other sockets that do.
 
     Raises:
         ConfigError: the address is in use, not ours, or not an address.
@@ -158,6 +177,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host {host!r} is not an address: {error}.", param="host") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
     except OSError as error:
         sock.close()

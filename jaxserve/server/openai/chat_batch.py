@@ -92,7 +92,7 @@ def batch_chat_routes(service: GenerationService) -> APIRouter:
     async def create_chat_completions(body: BatchChatRequest, request: Request) -> Response:
         """Answer several conversations."""
         call = begin_call(request, "chatcmpl", body.request_id, service.resolve_model(body.model))
-        service.check_choices(len(body.messages), body.n or 1)
+        service.check_choices(len(body.messages), body.sampling_values().get("n", 1))
         answers: list[ChatAnswer] = []
         try:
             for one in body.conversations():
