@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, cast
 from jaxserve.config import EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.engine.grammars import grammar_compiler
 from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.step import EngineInfo
 from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.tokenizer.interface import Tokenizer
@@ -41,13 +42,17 @@ class Front:
             JaxserveError: saying what is missing or broken.
         """
         files = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+        hf_config = {**files.config, **config.hf_overrides}
         tokenizer = None
         if not config.skip_tokenizer_init:
-            if config.tokenizer is not None:
-                tokenizer = load_tokenizer(config.tokenizer)
-            else:
-                tokenizer = load_tokenizer(files.path, files.format)
-        hf_config = {**files.config, **config.hf_overrides}
+            try:
+                if config.tokenizer is not None:
+                    tokenizer = load_tokenizer(config.tokenizer)
+                else:
+                    tokenizer = load_tokenizer(files.path, files.format)
+            except JaxserveError:
+                _check_architecture(hf_config)
+                raise
         eos_token_ids = resolve_eos_token_ids(tokenizer, hf_config, files.generation_config)
         generation_config = read_generation_config(config.generation_config, files.generation_config)
         return cls(files, tokenizer, eos_token_ids, sampling_defaults(config, generation_config))
@@ -68,6 +73,17 @@ class Front:
             default_sampling_params=self.default_sampling_params,
             grammars=grammars,
         )
+
+
+def _check_architecture(hf_config: dict[str, Any]) -> None:
+    """A model that cannot be served anyway is the greater problem than its tokenizer.
+
+    Raises:
+        UnsupportedModelError: naming the architecture.
+    """
+    # Through importlib, and only when starting has failed already: it imports JAX.
+    registry: Any = importlib.import_module("jaxserve.models.registry")
+    registry.find_family(hf_config)
 
 
 def read_generation_config(source: str, of_model: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxserve.config import CacheConfig
 from jaxserve.errors import OutOfMemoryError
 from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from pallas_kernels.dispatch import AttentionBackend
+from pallas_kernels.kv_cache_update.quantized import abstract_cache
 
 MIB = 1 << 20
 PROGRAM_RESERVE = 256 * MIB
@@ -44,9 +45,12 @@ def single_group(specs: list[KVCacheSpec]) -> KVCacheGroup:
 
 
 def bytes_per_block(specs: list[KVCacheSpec], block_size: int, backend: AttentionBackend) -> int:
-    """Bytes one block takes over all layers, in the backend's layout (which may pad heads)."""
+    """Bytes one block takes over all layers, in the backend's layout (which may pad heads), int8's scales included."""
     shapes = (backend.kv_cache_shape(1, block_size, spec.num_kv_heads, spec.head_size) for spec in specs)
-    return sum(math.prod(shape) * spec.dtype_bytes for shape, spec in zip(shapes, specs, strict=True))
+    caches = [
+        abstract_cache(shape, spec.dtype, 1, block_size) for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(caches))
 
 
 def device_budget(device: jax.Device, share: float, program_temporaries: int) -> MemoryBudget | None:
@@ -102,10 +106,10 @@ def choose_num_blocks(
             f"programs {budget.program_temporaries / MIB:,.0f}."
         )
     longest = max(0, num_blocks - 1) * block_size
+    advice = f"Lower --max-model-len to {longest:,} or less (or set it to auto)," if longest else "Not one block fits:"
     raise OutOfMemoryError(
         f"The KV cache gets {have / MIB:,.1f} MiB from {source}, but one request of "
         f"{(needed - 1) * block_size:,} tokens needs {want / MIB:,.1f} MiB: {(want - have) / MIB:,.1f} MiB are missing."
-        f"{used} Lower --max-model-len to {longest:,} or less (or set it to auto), lower --max-num-batched-tokens, or "
-        f"raise {source}.",
+        f"{used} {advice} lower --max-num-batched-tokens, or raise {source}.",
         param=source,
     )
