@@ -19,6 +19,10 @@ from jaxserve.scheduler.step_plan import StepPlan, new_request_data
 from jaxserve.step import CachedRequestData, EngineCoreOutput
 
 
+SMALLEST_STEP = 8
+"""Padded tokens of a small step; above it sizes are powers of two."""
+
+
 class StepPlanner:
     """Fills steps.
 
@@ -56,6 +60,7 @@ class StepPlanner:
     def _add_running(self, step: StepPlan) -> None:
         running, decode_rows = self.lifecycle.running, step.decode_rows
         spare = self.max_num_batched_tokens - len(running)  # beside the token set aside for each
+        jump = self._jump_tokens() if self.lifecycle.num_constrained else 0
         for request in running:  # preemption takes from the end: never a request that has its row already
             num_computed = request.num_computed_tokens
             if num_computed >= request.max_computed_tokens:
@@ -69,10 +74,30 @@ class StepPlanner:
                 request.num_computed_tokens = num_computed + 1  # StepPlan.add, written out: the hot path
                 request.num_inflight_tokens += 1
                 decode_rows.append(request)
-            elif num_granted := self._grow(request, min(num_new, spare + 1), step):
+                continue
+            jumps = _jumps(request)
+            if num_granted := self._grow(request, min(num_new, (jump if jumps else spare) + 1, spare + 1), step):
                 spare -= num_granted - 1
+                jump -= num_granted - 1 if jumps else 0
                 step.add(request, num_granted, samples=num_granted == num_new)
         self.lifecycle.drop_finished()
+
+    def _jump_tokens(self) -> int:
+        """Tokens beside one for each row that are free to compute where grammars have appended some.
+
+        A step's cost follows its padded size. So they fill up the padding, and double the size only where they fill
+        that as well: where a step is limited by arithmetic, anything more would cost the other rows what it saves.
+        """
+        num_rows = num_appended = 0
+        for request in self.lifecycle.running:
+            if not (request.needs_sync and request.num_inflight_tokens):
+                num_rows += 1
+                if _jumps(request):
+                    num_appended += request.num_tokens - request.num_computed_tokens - 1
+        size = SMALLEST_STEP
+        while size < num_rows or 2 * size <= num_rows + num_appended:
+            size *= 2
+        return size - num_rows
 
     def _grow(self, request: Request, num_new: int, step: StepPlan) -> int:
         """Get slots for a running request's next tokens, preempting from the end if need be.
@@ -179,3 +204,8 @@ class StepPlanner:
             f"The request has {request.num_tokens} tokens now; {self.kv_cache.describe()} is too small for "
             "more, though no other request runs. Lower max_tokens or give the cache more memory.",
         )
+
+
+def _jumps(request: Request) -> bool:
+    """Whether tokens beyond its next one were appended by its grammar (or are computed again)."""
+    return request.grammar is not None and request.num_computed_tokens >= request.num_prompt_tokens

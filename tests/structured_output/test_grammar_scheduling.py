@@ -89,6 +89,24 @@ def test_forced_tokens_cost_no_steps_and_change_nothing(compiler):
     assert max(len(output.new_token_ids) for output in jumped.outputs) > 2
 
 
+def test_jumps_fill_the_padding_of_a_step_and_no_more(compiler):
+    """Eight rows fill a step of eight; two more make one of sixteen, and then there is room."""
+    widest = {}
+    for num_free in (7, 9):
+        harness = Harness(num_blocks=200, compiler=compiler, max_num_seqs=16)
+        harness.add("c", [7, 8], structured_outputs=regex("[ab]-x-y-z[ab]"), max_tokens=40)
+        harness.requests["c"].grammar.future.result(20)
+        for index in range(num_free):
+            harness.add(f"free{index}", [7, 8, 9 + index], max_tokens=30, ignore_eos=True)
+        steps = [harness.step() for _ in range(25)]
+        widest[num_free] = max(step.num_scheduled_tokens.get("c", 0) for step in steps[1:])
+        assert all(step.total_num_scheduled_tokens <= (8 if num_free == 7 else 16) for step in steps[1:])
+        settle(harness)
+        assert text_of(harness.results["c"].token_ids)[1:7] == "-x-y-z"
+    assert widest[7] == 1
+    assert widest[9] == 7
+
+
 def test_a_single_choice_takes_one_step(compiler):
     result = run(compiler, structured_outputs=StructuredOutputsParams(choice=["hello-there"]))
     assert text_of(result.token_ids) == "hello-there"
