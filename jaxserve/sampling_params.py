@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.reasoning_params import ReasoningParams
 from jaxserve.structured_outputs_params import StructuredOutputsParams
 
 MAX_N = 16384
@@ -112,6 +113,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         spaces_between_special_tokens: put spaces between special tokens in the text.
         shown_special_tokens: ids of special tokens that stay in the text even with ``skip_special_tokens``: those that
             a parser of tool calls or reasoning needs to see.
+        reasoning: where reasoning begins and ends; set by servers, with a budget or beside ``structured_outputs``.
         truncate_prompt_tokens: keep only this many prompt tokens, the last ones; -1 is the context length.
         truncation_side: which end of the prompt truncation cuts off, ``left`` (default) or ``right``.
         repetition_detection: ends an output that repeats itself (``finish_reason`` repetition).
@@ -147,6 +149,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     shown_special_tokens: list[int] | None = None
+    reasoning: ReasoningParams | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     repetition_detection: RepetitionDetection | None = None

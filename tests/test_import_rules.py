@@ -16,7 +16,7 @@ import pytest
 # each other. A module or package directly under jaxserve/ is a room; so are pallas_kernels and sharding.
 FLOORS: list[set[str]] = [
     {"errors", "version", "pallas_kernels", "sharding"},
-    {"kv_cache_spec", "outputs", "structured_outputs_params"},
+    {"kv_cache_spec", "outputs", "reasoning_params", "structured_outputs_params"},
     {"sampling_params"},
     {"config", "logs"},
     {"step"},

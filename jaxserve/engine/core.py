@@ -22,7 +22,8 @@ from jaxserve.step import (
     SchedulerOutput,
 )
 from jaxserve.structured_output.compiler import GrammarCompiler
-from jaxserve.structured_output.request_grammar import MaskFiller, RequestGrammar
+from jaxserve.structured_output.reasoning_gate import constraint_of
+from jaxserve.structured_output.request_grammar import MaskFiller
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +87,13 @@ class EngineCore:
             InvalidRequestError: it can never run here.
             QueueFullError: too many requests wait.
         """
+        params = request.sampling_params
         grammar = None
-        if request.sampling_params.structured_outputs is not None:
-            if self.grammars is None:
-                raise UnsupportedError(
-                    "structured_outputs is not supported by this engine.", param="structured_outputs"
-                )
-            grammar = RequestGrammar(self.grammars, request.sampling_params)
+        if self.grammars is not None:
+            grammar = constraint_of(self.grammars, params, self.info.vocab_size)
+        elif params.structured_outputs is not None or params.reasoning is not None:
+            name = "reasoning" if params.structured_outputs is None else "structured_outputs"
+            raise UnsupportedError(f"{name} is not supported by this engine.", param=name)
         self.scheduler.add_request(Request(request, self.info.max_model_len, grammar))
 
     def abort(self, request_ids: list[str]) -> None:

@@ -15,7 +15,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The tools of a request: name to the JSON schema of its parameters."""
@@ -144,9 +144,20 @@ class ReasoningParser(StreamParser):
         prompt: the rendered prompt: templates may begin (or rule out) the reasoning themselves.
     """
 
+    start: ClassVar[str | None]
+    """What begins the reasoning."""
     end: ClassVar[str]
-    """What ends the reasoning, for a budget of thinking tokens."""
+    """What ends it: the answer follows."""
+    budgets: ClassVar[bool] = True
+    """Whether writing ``end`` after any token ends the reasoning: then it can be limited."""
+    tokens: ClassVar[bool] = False
+    """Whether ``end`` always has the same tokens, though it is several."""
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__()
         self.prompt = prompt
+
+    @property
+    @abstractmethod
+    def begins(self) -> Literal["reasoning", "answer", "either"]:
+        """What the output begins with, as far as the prompt says; ``either`` where its first token does."""

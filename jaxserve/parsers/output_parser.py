@@ -26,7 +26,7 @@ class OutputParser:
         reasoning: None leaves reasoning in the content.
         tools: None leaves calls in the content.
         parallel_tool_calls: False keeps the first call alone.
-        end_token_id: the token that ends the reasoning, for ``num_reasoning_tokens``.
+        end_token_ids: the tokens that end the reasoning, for ``num_reasoning_tokens``.
     """
 
     def __init__(
@@ -35,14 +35,15 @@ class OutputParser:
         tools: StreamParser | None = None,
         *,
         parallel_tool_calls: bool = True,
-        end_token_id: int | None = None,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel_tool_calls
-        self._end_token_id = end_token_id
+        self._end_token_ids = list(end_token_ids)
         self._num_before_end = 0
         self._end_seen = False
+        self._last_ids: list[int] = []
         self._trim = _Trim()
         self.num_calls = 0
         """Calls begun so far: the finish reason is ``tool_calls`` instead of ``stop`` if there are any."""
@@ -62,20 +63,24 @@ class OutputParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens before the one that ends the reasoning (all, as long as it goes on).
+        """Tokens before those that end the reasoning (all, as long as it goes on).
 
-        0 without reasoning, and where no single token ends it.
+        0 without reasoning, and where the tokens that end it are not known.
         """
         if not self._trim.has_reasoned:
             return 0
         return self._num_before_end if self._end_seen or self._trim.in_reasoning else 0
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        if self._end_token_id in token_ids:
-            self._num_before_end += token_ids.index(self._end_token_id)
-            self._end_seen = True
-        else:
-            self._num_before_end += len(token_ids)
+        end, ids = self._end_token_ids, [*self._last_ids, *token_ids]
+        start = len(self._last_ids)
+        for index in range(start, len(ids)):
+            self._num_before_end += 1
+            if end and ids[index] == end[-1] and ids[max(0, index + 1 - len(end)) : index + 1] == end:
+                self._num_before_end -= len(end)
+                self._end_seen = True
+                return
+        self._last_ids = ids[len(ids) - len(end) + 1 :] if len(end) > 1 else []
 
     def finish(self) -> list[OutputDelta]:
         """The rest, after the last piece. Call it once."""

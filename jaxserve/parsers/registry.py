@@ -11,6 +11,7 @@ from typing import Any, cast
 from jaxserve.errors import ConfigError
 from jaxserve.parsers.interface import ReasoningParser, Schemas, StreamParser, ToolParser
 from jaxserve.parsers.output_parser import OutputParser
+from jaxserve.reasoning_params import ReasoningParams
 from jaxserve.tokenizer.interface import Tokenizer
 
 TOOL_PARSERS: Mapping[str, str] = {
@@ -108,7 +109,13 @@ class ParserSet:
         return self._ids(*(cls.stop_tokens for cls in self._classes(tools)))
 
     def create(
-        self, prompt: str = "", *, tools: Schemas | None = None, parallel_tool_calls: bool = True
+        self,
+        prompt: str = "",
+        *,
+        tools: Schemas | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning: bool = True,
+        tool_class: type[ToolParser] | None = None,
     ) -> OutputParser:
         """A parser for one choice.
 
@@ -116,22 +123,43 @@ class ParserSet:
             prompt: the rendered prompt, whose end may begin the reasoning.
             tools: the names and schemas of what may be called; None leaves calls in the content.
             parallel_tool_calls: False keeps the first call alone.
+            reasoning: whether the output may hold reasoning.
+            tool_class: finds the calls instead of the model's own parser.
         """
-        reasoning = None if self.reasoning_class is None else self.reasoning_class(prompt)
-        tool: StreamParser | None = None
-        if tools is not None and self.tool_class is not None:
-            tool = self.tool_class(tools)
+        reasoner = self.reasoning_class(prompt) if reasoning and self.reasoning_class is not None else None
+        tool_class = tool_class or self.tool_class
+        tool = tool_class(tools) if tools is not None and tool_class is not None else None
         return OutputParser(
-            reasoning, tool, parallel_tool_calls=parallel_tool_calls, end_token_id=self.reasoning_end_id
+            reasoner, tool, parallel_tool_calls=parallel_tool_calls, end_token_ids=self.reasoning_end_ids
         )
 
     @cached_property
-    def reasoning_end_id(self) -> int | None:
-        """The token that ends the reasoning; None where that is not a single one."""
+    def reasoning_end_ids(self) -> list[int]:
+        """The tokens that end the reasoning; empty where a text may be spelt by different ones."""
         if self.reasoning_class is None or self._tokenizer is None:
-            return None
+            return []
         ids = self._tokenizer.encode(self.reasoning_class.end, add_special_tokens=False)
-        return ids[0] if len(ids) == 1 else None
+        return ids if len(ids) == 1 or self.reasoning_class.tokens else []
+
+    def reasoning_params(self, prompt: str, budget: int | None = None) -> ReasoningParams | None:
+        """Where the reasoning of an answer to ``prompt`` begins and ends; None if that is not known in tokens, or
+        there is none.
+
+        Args:
+            prompt: the rendered prompt.
+            budget: tokens of reasoning at most.
+        """
+        if self.reasoning_class is None or self._tokenizer is None or not self.reasoning_end_ids:
+            return None
+        begins = self.reasoning_class(prompt).begins
+        start_ids: list[int] = []
+        if begins == "either" and self.reasoning_class.start is not None:
+            start_ids = self._tokenizer.encode(self.reasoning_class.start, add_special_tokens=False)
+        if begins == "answer" or (begins == "either" and len(start_ids) != 1):
+            return None
+        return ReasoningParams(
+            end_token_ids=self.reasoning_end_ids, start_token_id=next(iter(start_ids), None), budget=budget
+        )
 
     def _classes(self, tools: bool) -> list[type[StreamParser]]:
         classes = [self.reasoning_class, self.tool_class if tools else None]

@@ -94,15 +94,16 @@ async def submit(
         EngineDeadError: the engine core died.
     """
     plan, prompt = await render(service, conversation)
+    params = plan.sampling_params(params, prompt)
     submission = await service.submit(
         request_id,
         [prompt],
-        plan.sampling_params(params),
+        params,
         priority=priority,
         cache_salt=cache_salt,
         add_special_tokens=False,  # the template writes them itself
     )
-    return Reply(submission, plan.parser(prompt))
+    return Reply(submission, plan.parser(prompt, params))
 
 
 class Reply:

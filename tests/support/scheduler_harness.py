@@ -21,7 +21,8 @@ from jaxserve.step import (
     SchedulerOutput,
 )
 from jaxserve.structured_output.compiler import GrammarCompiler
-from jaxserve.structured_output.request_grammar import MaskFiller, RequestGrammar
+from jaxserve.structured_output.reasoning_gate import constraint_of
+from jaxserve.structured_output.request_grammar import MaskFiller
 
 VOCAB_SIZE = 50
 EOS = 2
@@ -74,8 +75,8 @@ def make_request(
         cache_salt=cache_salt,
     )
     grammar = None
-    if compiler is not None and sampling_params.structured_outputs is not None:
-        grammar = RequestGrammar(compiler, sampling_params)
+    if compiler is not None:
+        grammar = constraint_of(compiler, sampling_params, VOCAB_SIZE)
     return Request(core_request, max_model_len, grammar)
 
 

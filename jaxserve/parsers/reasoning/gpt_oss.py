@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from jaxserve.parsers.harmony import SPECIAL_TOKENS, START, Header, MessageReader, read_header
 from jaxserve.parsers.interface import ReasoningParser
 
@@ -11,7 +13,9 @@ class HarmonyReasoningParser(ReasoningParser):
 
     special_tokens = SPECIAL_TOKENS
     stop_tokens = ("<|call|>", "<|return|>")
-    end = "<|end|>"
+    start, end = None, "<|channel|>final<|message|>"
+    budgets = False  # between the channels there may be calls, which are no reasoning
+    tokens = True
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__(prompt)
@@ -19,6 +23,10 @@ class HarmonyReasoningParser(ReasoningParser):
         self._header: Header | None = None
         self._break = ""
         """A line break if a message has ended: it stands before what follows."""
+
+    @property
+    def begins(self) -> Literal["reasoning", "answer", "either"]:
+        return "reasoning"
 
     def _advance(self, *, final: bool) -> None:
         text, self._buffer = self._buffer, ""

@@ -15,7 +15,6 @@ class TagReasoningParser(ReasoningParser):
     the output begins; else the output's own first tag does.
     """
 
-    start: ClassVar[str]
     other_starts: ClassVar[tuple[str, ...]] = ()
     other_ends: ClassVar[tuple[str, ...]] = ()
     assumed: ClassVar[Literal["reasoning", "content"]] = "content"
@@ -26,10 +25,16 @@ class TagReasoningParser(ReasoningParser):
         tail = prompt.rstrip()
         self._state = "start"
         self._assumed = self.assumed
-        if tail.endswith(self.start):
+        if self.start is not None and tail.endswith(self.start):
             self._assumed = "reasoning"
         elif tail.endswith(self.end):
             self._state = "content"
+
+    @property
+    def begins(self) -> Literal["reasoning", "answer", "either"]:
+        if self._state == "content":
+            return "answer"
+        return "reasoning" if self._assumed == "reasoning" else "either"
 
     def _advance(self, *, final: bool) -> None:
         if self._state == "start":
@@ -42,7 +47,7 @@ class TagReasoningParser(ReasoningParser):
 
     def _begin(self, *, final: bool) -> None:
         text = self._buffer.lstrip()
-        starts = (self.start, *self.other_starts)
+        starts = tuple(tag for tag in (self.start, *self.other_starts) if tag is not None)
         opening = next((start for start in starts if text.startswith(start)), None)
         if opening is not None:
             self._buffer = text[len(opening) :]

@@ -60,9 +60,10 @@ async def begin_chat(service: GenerationService, body: ChatCompletionRequest, ca
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning_effort,
+        thinking_token_budget=body.thinking_token_budget,
         template_kwargs=body.chat_template_kwargs,
     )
-    params = plan.sampling_params(_sampling_params(service, body))
+    params = _sampling_params(service, body)
     prompt = await chat_prompt(
         service,
         plan.messages,
@@ -73,6 +74,7 @@ async def begin_chat(service: GenerationService, body: ChatCompletionRequest, ca
         kwargs=plan.template_kwargs,
         template=body.chat_template,
     )
+    params = plan.sampling_params(params, prompt)
     submission = await service.submit(
         call.id,
         [prompt],
@@ -81,7 +83,7 @@ async def begin_chat(service: GenerationService, body: ChatCompletionRequest, ca
         cache_salt=body.cache_salt,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them itself
     )
-    return ChatAnswer(body, call, submission, lambda: plan.parser(prompt))
+    return ChatAnswer(body, call, submission, lambda: plan.parser(prompt, params))
 
 
 def _sampling_params(service: GenerationService, body: ChatCompletionRequest) -> SamplingParams:

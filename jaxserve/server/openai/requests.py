@@ -44,7 +44,9 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: it ends up in logs and headers."""
 
-NOT_OVER_HTTP = frozenset({"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens", "param"})
+NOT_OVER_HTTP = frozenset(
+    {"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens", "reasoning", "param"}
+)
 """Fields of SamplingParams that an endpoint decides or declares itself."""
 
 
@@ -239,6 +241,7 @@ class ChatCompletionRequest(GenerationRequest):
     ) = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Int64 | None = None
     include_reasoning: bool | None = None
 
     @model_validator(mode="after")

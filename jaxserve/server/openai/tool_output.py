@@ -3,9 +3,9 @@
 From the request's fields to the prompt's variables, the sampling parameters, and a parser for each choice::
 
     plan = plan_output(service, body.messages, tools=body.tools, tool_choice=body.tool_choice, …)
-    params = plan.sampling_params(params)
     prompt = await chat_prompt(service, plan.messages, tools=plan.tools, kwargs=plan.template_kwargs, …)
-    parser = plan.parser(prompt)          # one per choice; see jaxserve.parsers
+    params = plan.sampling_params(params, prompt)
+    parser = plan.parser(prompt, params)  # one per choice; see jaxserve.parsers
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.protocol import EngineClient
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.parsers import OutputParser, ParserSet
-from jaxserve.parsers.interface import Schemas, StreamParser
+from jaxserve.parsers.interface import Schemas, ToolParser
 from jaxserve.parsers.registry import AUTO, resolve
 from jaxserve.parsers.tools.forced_json import ForcedArgumentsParser, ForcedCallsParser
+from jaxserve.reasoning_params import ReasoningParams
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.beams import BeamSamplingParams
 from jaxserve.server.generation import GenerationService
 from jaxserve.server.openai.prompted_tools import PROMPTED_PARSER, in_messages
 from jaxserve.server.openai.tools import ToolChoice, calls_schema, resolve_choice, schemas_of
@@ -53,42 +55,91 @@ class OutputPlan:
     choice: ToolChoice
     schemas: Schemas | None = None
     parallel_tool_calls: bool = True
+    thinking_token_budget: int | None = None
     forced: StructuredOutputsParams | None = None
     """The grammar of calls that are required."""
 
-    def sampling_params(self, params: SamplingParams) -> SamplingParams:
+    def sampling_params(self, params: SamplingParams, prompt: str) -> SamplingParams:
         """``params``, with what the parsers need to see and the grammar of required calls.
 
+        Args:
+            params: as the request asks.
+            prompt: rendered; whether it begins the reasoning decides where a grammar begins to hold.
+
         Raises:
-            InvalidRequestError: the request has a grammar of its own beside required calls.
+            InvalidRequestError: the request asks for what these tools or this model rule out.
         """
         changes: dict[str, Any] = {}
         if self.forced is not None:
-            if params.structured_outputs is not None:
-                raise InvalidRequestError(
-                    "tool_choice requires a call, and the request also constrains its output "
-                    f"({params.structured_outputs.param}): use one of them.",
-                    param="tool_choice",
-                )
+            _check_free(params)
             changes["structured_outputs"] = self.forced
-        else:
-            has_tools = self.schemas is not None
-            shown = self.parsers.shown_special_tokens(tools=has_tools)
-            stops = self.parsers.stop_token_ids(tools=has_tools)
-            if shown:
-                changes["shown_special_tokens"] = shown
-            if stops:
-                changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *stops]
+        has_calls = self.schemas is not None and self.forced is None
+        shown = self.parsers.shown_special_tokens(tools=has_calls)
+        stops = self.parsers.stop_token_ids(tools=has_calls)
+        if shown:
+            changes["shown_special_tokens"] = shown
+        if stops:
+            changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *stops]
+        constrained = self.forced is not None or params.structured_outputs is not None
+        if constrained or self.thinking_token_budget is not None:
+            changes["reasoning"] = self._reasoning(params, prompt)
         return params.clone(**changes) if changes else params
 
-    def parser(self, prompt: str) -> OutputParser:
-        """A parser for one choice of the answer to the rendered ``prompt``."""
+    def parser(self, prompt: str, params: SamplingParams) -> OutputParser:
+        """A parser for one choice.
+
+        Args:
+            prompt: rendered.
+            params: what ``sampling_params`` returned for it.
+        """
+        # A grammar that holds from the first token on leaves no room for reasoning.
+        reasons = params.structured_outputs is None or params.reasoning is not None
         if self.forced is None:
             return self.parsers.create(
-                prompt, tools=self.schemas, parallel_tool_calls=self.parallel_tool_calls
+                prompt,
+                tools=self.schemas,
+                parallel_tool_calls=self.parallel_tool_calls,
+                reasoning=reasons,
             )
-        kind: type[StreamParser] = ForcedCallsParser if self.choice.named is None else ForcedArgumentsParser
-        return OutputParser(None, kind(self.schemas or {}), parallel_tool_calls=self.parallel_tool_calls)
+        kind: type[ToolParser] = ForcedCallsParser if self.choice.named is None else ForcedArgumentsParser
+        return self.parsers.create(
+            prompt,
+            tools=self.schemas,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning=reasons,
+            tool_class=kind,
+        )
+
+    def _reasoning(self, params: SamplingParams, prompt: str) -> ReasoningParams | None:
+        budget = self.thinking_token_budget
+        if budget is None:
+            return self.parsers.reasoning_params(prompt)
+        cls = self.parsers.reasoning_class
+        if cls is None or not cls.budgets or not self.parsers.reasoning_end_ids:
+            raise UnsupportedError(
+                "thinking_token_budget is not supported with this model: no token is known that ends its reasoning.",
+                param="thinking_token_budget",
+            )
+        if isinstance(params, BeamSamplingParams):
+            raise UnsupportedError(
+                "thinking_token_budget is not supported with use_beam_search.", param="thinking_token_budget"
+            )
+        return self.parsers.reasoning_params(prompt, budget)
+
+
+def _check_free(params: SamplingParams) -> None:
+    """Refuse what cannot stand beside a required call."""
+    if params.structured_outputs is not None:
+        raise InvalidRequestError(
+            "tool_choice requires a call, and the request also constrains its output "
+            f"({params.structured_outputs.param}): use one of them.",
+            param="tool_choice",
+        )
+    if isinstance(params, BeamSamplingParams):
+        raise UnsupportedError(
+            "use_beam_search is not supported with a tool_choice that requires a call.",
+            param="use_beam_search",
+        )
 
 
 def parsers_of(engine: EngineClient, config: ServerConfig, chat_template_text: str | None) -> ParserSet:
@@ -129,6 +180,7 @@ def plan_output(
     tool_choice: ToolChoice | None = None,
     parallel_tool_calls: bool | None = None,
     reasoning_effort: str | None = None,
+    thinking_token_budget: int | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> OutputPlan:
     """The plan of a request.
@@ -140,6 +192,7 @@ def plan_output(
         tool_choice: checked (``check_tool_choice``); None is ``auto`` with tools, ``none`` without.
         parallel_tool_calls: False allows one call.
         reasoning_effort: one of EFFORTS.
+        thinking_token_budget: tokens of reasoning at most; None or -1 is no limit.
         template_kwargs: the request's own variables for the template; they win.
 
     Raises:
@@ -149,7 +202,13 @@ def plan_output(
     template = chat_template.template_text(service.tokenizer, service.chat_template, has_tools=bool(tools))
     kwargs = {**_effort_kwargs(template, reasoning_effort), **(template_kwargs or {})}
     plan = OutputPlan(
-        service.parsers, messages, tools, kwargs, choice, parallel_tool_calls=parallel_tool_calls is not False
+        service.parsers,
+        messages,
+        tools,
+        kwargs,
+        choice,
+        parallel_tool_calls=parallel_tool_calls is not False,
+        thinking_token_budget=_budget(thinking_token_budget),
     )
     if not takes_tools(template):
         described = tools if choice.mode != "none" else None
@@ -187,6 +246,17 @@ def _with_tools(
             param="tools",
         )
     return replace(plan, schemas=schemas, forced=forced)
+
+
+def _budget(value: int | None) -> int | None:
+    if value is None or value == -1:
+        return None
+    if value < 0:
+        raise InvalidRequestError(
+            f"thinking_token_budget is {value}; it must be 0 or more, or -1 for no limit.",
+            param="thinking_token_budget",
+        )
+    return value
 
 
 def _effort_kwargs(template: str, effort: str | None) -> dict[str, Any]:
