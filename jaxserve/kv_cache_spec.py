@@ -26,7 +26,8 @@ class KVCacheSpec:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of ``block_size`` tokens in this layer, keys and values together."""
-        return 2 * block_size * self.num_kv_heads * self.head_size * self.dtype_bytes
+        scale_bytes = 4 if self.dtype == "int8" else 0  # a float32 a token and head
+        return 2 * block_size * self.num_kv_heads * (self.head_size * self.dtype_bytes + scale_bytes)
 
 
 @dataclass(frozen=True)

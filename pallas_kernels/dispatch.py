@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.kv_cache_update.quantized import KVCache
 from pallas_kernels.kv_cache_update.scatter import scatter_update
 from pallas_kernels.ragged_paged_attention.blocked import blocked_attention
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
@@ -29,7 +30,7 @@ class AttentionBackend(Protocol):
         ...
 
     def kv_head_axis(self) -> int:
-        """The axis of the cache that holds KV heads, which tensor parallelism splits."""
+        """The axis of the cache that holds KV heads, which tensor parallelism splits: 2, as that of int8's scales."""
         ...
 
     def prepare(
@@ -50,17 +51,17 @@ class AttentionBackend(Protocol):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
         plan: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVCache]:
         """Write the new keys and values, then attend.
 
         Args:
             q: [T, H, D]; k, v: [T, K, D], rotated already.
-            kv_cache: the layer's cache, in the backend's layout; donated through the step.
+            kv_cache: the layer's cache, in the backend's layout, int8 with its scales; donated through the step.
             metadata: the step's batch, rows ordered decode first.
             options: scale, window, soft cap.
             sinks: [H] extra logits of the softmax's denominator.
@@ -93,12 +94,12 @@ class BlockedBackend:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
         plan: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVCache]:
         kv_cache = scatter_update(kv_cache, k, v, metadata.slot_mapping)
         return blocked_attention(q, kv_cache, metadata, options, sinks), kv_cache
 
@@ -131,7 +132,8 @@ def attention_backend(
         from pallas_kernels.ragged_paged_attention.tpu import supported, tpu_backend
 
         reasons = [
-            supported(sizes.head_size, group, sizes.block_size, sizes.kv_dtype, o) for o in layer_options
+            supported(sizes.head_size, group, sizes.block_size, sizes.dtype, options, sizes.kv_dtype)
+            for options in layer_options
         ]
         why_not = next(filter(None, reasons), None)
         return (BlockedBackend(), why_not) if why_not else (tpu_backend(jax.local_devices()[0]), None)

@@ -9,6 +9,7 @@ from jaxserve.config.fields import check_at_least, check_choices, setting, split
 from jaxserve.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "int8")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class CacheConfig:
         None, "Blocks in the cache, whatever the memory (for tests)."
     )
     kv_cache_dtype: str = setting(
-        "auto", "Type of cached keys and values; auto is the compute type.", choices=DTYPES
+        "auto",
+        "Type of cached keys and values; auto is the compute type. fp8 (e4m3) takes the checkpoint's k_scale and "
+        "v_scale, else 1; int8 scales every token and head.",
+        choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of equal prompt prefixes.")
 

@@ -13,6 +13,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.quantized import KVCache, scale_in, scale_out
 
 
 def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int) -> int:
@@ -72,10 +73,11 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         rope: RopeAngles,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         plan: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        kv_scales: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
         """Attend.
 
         Args:
@@ -84,6 +86,7 @@ class Attention(nnx.Module):
             kv_cache: this layer's cache.
             metadata: the step's batch.
             plan: the backend's, for this step and these options.
+            kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
 
         Returns:
             ([T, M], the updated cache).
@@ -97,9 +100,13 @@ class Attention(nnx.Module):
             qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
+        if kv_scales is not None:
+            q, k, v = scale_in(q, k, v, kv_scales[0], kv_scales[1])
         attended, kv_cache = self.context.backend.update_and_attend(
             q, k, v, kv_cache, metadata, self.options, plan=plan
         )
+        if kv_scales is not None:
+            attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
         out = linear(attended, self.out[...], value_of(self.out_bias), weight_first=self.context.weight_first)
         return out, kv_cache

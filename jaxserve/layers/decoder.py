@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxserve.kv_cache_spec import KVCacheSpec
@@ -18,6 +19,7 @@ from jaxserve.layers.norm import StackedNormWeights, rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.quantized import KVCache
 
 
 @dataclass(frozen=True)
@@ -77,26 +79,27 @@ class DecoderLayer(nnx.Module):
         hidden: jax.Array,
         norm_weights: tuple[jax.Array, jax.Array],
         rope: RopeAngles,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         plan: Any,
-    ) -> tuple[jax.Array, jax.Array]:
+        kv_scales: jax.Array | None,
+    ) -> tuple[jax.Array, KVCache]:
         """[T, M] to [T, M], and the updated cache.
 
         Args:
             hidden: the residual stream.
             norm_weights: [M] each, of the norms before attention and before the feed-forward.
-            rope, kv_cache, metadata, plan: as ``Attention`` takes them.
+            rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
         """
         normal = rms_norm(hidden, norm_weights[0], self.norm_eps)
-        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan)
+        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales)
         hidden = hidden + attended
         hidden = hidden + self.mlp(rms_norm(hidden, norm_weights[1], self.norm_eps))
         return self.attention.context.constrain(hidden, ("tokens", "embed")), kv_cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, KVCache]:
     """A layer as a function of its weights: equal layers are traced and lowered once, not L times."""
     return nnx.merge(graphdef, state)(*args)
 
@@ -119,25 +122,29 @@ class Decoder(nnx.Module):
         self.attention_norm = StackedNormWeights(layers, hidden, context)
         self.mlp_norm = StackedNormWeights(layers, hidden, context)
         self.final_norm = context.param((hidden,), ("embed",), scale=0.0, mean=1.0)
+        # What cached keys (0) and values (1) of each layer are multiplied by.
+        scales = context.param((layers, 2), ("layers", None), scale=0.0, mean=1.0, dtype=np.dtype(np.float32))
+        self.kv_scales = scales if context.scaled_kv_cache else None
         self.layers = nnx.List([DecoderLayer(config, num_kv_heads, i, context) for i in range(layers)])
 
     def __call__(
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        kv_caches: list[jax.Array],
+        kv_caches: list[KVCache],
         metadata: AttentionMetadata,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, list[KVCache]]:
         """One step over T tokens: ([T, M] hidden states after the final norm, the updated caches)."""
         rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.head_size))
         hidden = self.embedding(token_ids)
         plans = self._plans(token_ids.shape[0], metadata)
-        new_caches: list[jax.Array] = []
+        new_caches: list[KVCache] = []
         for i, layer in enumerate(self.layers):
             norms = self.attention_norm.of(i), self.mlp_norm.of(i)
             plan = plans[layer.attention.options]
+            kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
             hidden, kv_cache = _run_layer(
-                *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan
+                *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
             )
             new_caches.append(kv_cache)
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches

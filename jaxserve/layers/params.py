@@ -24,6 +24,7 @@ class LayerContext:
         tensor_parallel_size: devices over which heads, feed-forward and vocabulary are split.
         mesh: where the step runs; None leaves placement to the arrays.
         rules: logical to mesh axes.
+        scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
 
@@ -33,12 +34,19 @@ class LayerContext:
     mesh: Mesh | None = None
     rules: ShardingRules = DEFAULT_RULES
     weight_first: bool = False
+    scaled_kv_cache: bool = False
 
     def param(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, scale: float = 0.02, mean: float = 0.0
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        scale: float = 0.02,
+        mean: float = 0.0,
+        dtype: np.dtype | None = None,
     ) -> nnx.Param[jax.Array]:
-        """Declare a parameter in the compute type. It is abstract: ``Model`` binds an array to it."""
-        spec = ParamSpec(shape, self.dtype, axes, scale, mean)
+        """Declare a parameter, in the compute type by default. It is abstract: ``Model`` binds an array to it."""
+        spec = ParamSpec(shape, self.dtype if dtype is None else dtype, axes, scale, mean)
         return cast(nnx.Param[jax.Array], nnx.Param(spec.abstract(), spec=spec))
 
     def constrain(self, value: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

@@ -106,7 +106,8 @@ class DenseCausalLM(Decoder):
 
     def weight_map(self) -> list[WeightSource]:
         """Every tensor of the checkpoint, by Hugging Face name."""
-        return weight_map(self.config, self.num_kv_heads, self.context.tensor_parallel_size)
+        sources = weight_map(self.config, self.num_kv_heads, self.context.tensor_parallel_size)
+        return sources + (kv_scale_sources(self.config.num_layers) if self.kv_scales is not None else [])
 
 
 def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size: int) -> list[WeightSource]:
@@ -127,6 +128,18 @@ def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size
         for part, norm in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             sources.append(WeightSource(f"{name}.{part}.weight", (hidden,), norm, (layers, hidden), (layer,)))
     return sources
+
+
+def kv_scale_sources(num_layers: int) -> list[WeightSource]:
+    """Scales of a float8 cache, by the names that compressed-tensors and ModelOpt give them; 1 where there are none."""
+    return [
+        WeightSource(
+            f"model.layers.{layer}.self_attn.{part}_scale", (), "kv_scales", (num_layers, 2), (layer, i), (),
+            aliases=(f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale",), default=1.0,
+        )
+        for layer in range(num_layers)
+        for i, part in enumerate("kv")
+    ]  # fmt: skip
 
 
 def _attention_sources(

@@ -19,6 +19,7 @@ from jaxserve.models.interface import CausalLM
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
 from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 Params = dict[str, jax.Array]
@@ -66,9 +67,9 @@ class Model:
         params: Params,
         token_ids: jax.Array,
         positions: jax.Array,
-        kv_caches: list[jax.Array],
+        kv_caches: list[KVCache],
         metadata: AttentionMetadata,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, list[KVCache]]:
         """``CausalLM.__call__`` as a pure function: ([T, M] hidden states, the updated caches)."""
         return self._bind(params)(token_ids, positions, kv_caches, metadata)
 
@@ -90,6 +91,7 @@ def build(
     mesh: Mesh | None = None,
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
+    kv_cache_dtype: Any = None,
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -102,6 +104,7 @@ def build(
             ``tensor_parallel_size`` > 1.
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
+        kv_cache_dtype: of cached keys and values; None is ``dtype``.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -117,7 +120,8 @@ def build(
     if quantization:
         method = quantization.get("quant_method", "unnamed")
         raise UnsupportedModelError(f"quantized checkpoints (quant_method {method!r}) are not supported.")
-    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules, weight_first)
+    scaled = kv_cache_dtype is not None and jnp.dtype(kv_cache_dtype) == FLOAT8
+    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules, weight_first, scaled)
     module = find_family(config).create(config, context)
     graphdef, state = nnx.split(module)
     variables, treedef = jax.tree.flatten_with_path(state, is_leaf=_is_variable)

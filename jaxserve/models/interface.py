@@ -11,6 +11,7 @@ from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.params import LayerContext
 from jaxserve.weights.weight_map import WeightSource
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.quantized import KVCache
 
 
 @runtime_checkable
@@ -30,15 +31,15 @@ class CausalLM(Protocol):
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        kv_caches: list[jax.Array],
+        kv_caches: list[KVCache],
         metadata: AttentionMetadata,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, list[KVCache]]:
         """One step over T tokens.
 
         Args:
             token_ids: [T] int32, in the vocabulary (padding tokens too).
             positions: [T] int32 position of each token in its row; 0 for padding.
-            kv_caches: one array a layer, in the attention backend's layout.
+            kv_caches: one a layer, in the attention backend's layout.
             metadata: the ragged batch.
 
         Returns:

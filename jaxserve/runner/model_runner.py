@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.dispatch import AttentionSizes, BlockedBackend, attention_backend
+from pallas_kernels.kv_cache_update.quantized import FLOAT8
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,11 @@ logger = logging.getLogger(__name__)
 def platform_name() -> str:
     """``cpu``, ``gpu`` or ``tpu``: what this process's devices are."""
     return jax.default_backend()
+
+
+def cache_type(name: str) -> Any:
+    """The element type that ``kv_cache_dtype`` names: vLLM's fp8 is e4m3."""
+    return FLOAT8 if name in ("fp8", "fp8_e4m3") else jnp.dtype(name)
 
 
 class JaxModelRunner:
@@ -72,7 +79,7 @@ class JaxModelRunner:
         hf_config = {**self.files.config, **config.model_config.hf_overrides}
         self.dtype = self._compute_dtype(hf_config)
         cache_dtype = config.cache_config.kv_cache_dtype
-        self.cache_dtype = self.dtype if cache_dtype == "auto" else jnp.dtype(cache_dtype)
+        self.cache_dtype = self.dtype if cache_dtype == "auto" else cache_type(cache_dtype)
         assert config.cache_config.block_size is not None
         self.block_size = config.cache_config.block_size
         self.model: Model = self._build_model(hf_config)
@@ -92,7 +99,8 @@ class JaxModelRunner:
 
     def _build_model(self, hf_config: dict[str, Any]) -> Model:
         """The model on the best attention backend that can serve it; which one that is depends on its heads."""
-        portable = build(hf_config, BlockedBackend(), self.dtype, weight_first=self.platform == "cpu")
+        make = partial(build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype)
+        portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
         self.specs = portable.kv_cache_specs(self.cache_dtype.name)
         sizes = AttentionSizes(
             num_heads=portable.num_heads,
@@ -104,10 +112,26 @@ class JaxModelRunner:
         )
         self.backend, why_not = attention_backend(self.platform, sizes, portable.attention_options)
         if why_not is not None:
+            self._refuse_cache_type(replace(sizes, kv_dtype=self.dtype), portable, why_not)
             logger.warning("Attention takes the portable path, which is slower: %s", why_not)
         if isinstance(self.backend, BlockedBackend):
             return portable
-        return build(hf_config, self.backend, self.dtype)
+        return make(self.backend)
+
+    def _refuse_cache_type(self, sizes: AttentionSizes, model: Model, why_not: str) -> None:
+        """Refuse a cache type which alone keeps the model off its device's kernels: it would be silently slow.
+
+        Args:
+            sizes: as they would be with the default type.
+            model: what asks.
+            why_not: the reason.
+        """
+        asked = self.config.cache_config.kv_cache_dtype
+        if asked != "auto" and attention_backend(self.platform, sizes, model.attention_options)[1] is None:
+            raise ConfigError(
+                f"kv_cache_dtype is {asked!r}, and {why_not} The default, 'auto', has kernels here.",
+                param="kv_cache_dtype",
+            )
 
     def _load_weights(self, files: ModelFiles) -> None:
         started = time.monotonic()

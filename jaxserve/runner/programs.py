@@ -25,6 +25,7 @@ from jaxserve.runner.step_program import (
 )
 from jaxserve.sampling import state as sampler_state
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
+from pallas_kernels.kv_cache_update.quantized import abstract_cache
 
 Abstract = jax.ShapeDtypeStruct
 
@@ -45,7 +46,10 @@ class ProgramShapes:
     def abstract_state(self) -> DeviceState:
         """Shapes of what lives on the device."""
         return DeviceState(
-            kv_caches=[Abstract(shape, self.kv_cache_dtype) for shape in self.kv_cache_shapes],
+            kv_caches=[
+                abstract_cache(shape, self.kv_cache_dtype, self.num_blocks, self.block_size)
+                for shape in self.kv_cache_shapes
+            ],
             block_tables=Abstract((self.max_num_seqs, self.max_blocks_per_row), jnp.int32),
             sampler=SamplerState(**state_shapes(self.max_num_seqs, self.vocab_size)),
         )

@@ -17,6 +17,7 @@ from jaxserve.sampling.metadata import SamplingMetadata
 from jaxserve.sampling.sampler import SamplerOutput, sample
 from jaxserve.sampling.state import SamplerState
 from pallas_kernels.dispatch import AttentionMetadata
+from pallas_kernels.kv_cache_update.quantized import KVCache
 
 PATCH_CHUNK = 1024
 """Block table entries that one ``patch_block_tables`` call sets."""
@@ -27,9 +28,9 @@ SCORE_CHUNK = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """KV caches (one array a layer), block tables int32 [S, B] and what the sampler remembers."""
+    """KV caches (one a layer), block tables int32 [S, B] and what the sampler remembers."""
 
-    kv_caches: list[jax.Array]
+    kv_caches: list[KVCache]
     block_tables: jax.Array
     sampler: SamplerState
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from jaxserve.errors import CheckpointError
 class Checkpoint(Protocol):
     """Tensors by Hugging Face name. Reading maps the file: only the pages of one tensor are touched."""
 
-    def names(self) -> Iterable[str]: ...
+    def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape without reading; KeyError for an unknown name."""

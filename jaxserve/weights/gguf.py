@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{path} has no number of heads: head_count is {heads!r}, {kv_heads!r}.")
         self._num_heads = {"q": heads, "k": kv_heads}
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self._gguf_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -61,17 +61,20 @@ def check_tensors(checkpoint: Checkpoint, weight_map: Sequence[WeightSource], fi
         CheckpointError: naming missing tensors, or one of another shape than the config implies.
     """
     available = set(checkpoint.names())
-    missing = [source.name for source in weight_map if source.name not in available]
+    found = [(source, source.name_in(available)) for source in weight_map]
+    missing = [source.name for source, name in found if name is None and source.default is None]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{files.path} lacks the tensor {', '.join(missing[:3])}{more}.")
-    for source in weight_map:
-        shape = checkpoint.shape(source.name)
-        if shape != source.shape:
+    for source, name in found:
+        if name is None:
+            continue
+        shape = checkpoint.shape(name)
+        if shape != source.shape and (source.shape, shape) != ((), (1,)):
             raise CheckpointError(
-                f"{files.path}: tensor {source.name} has shape {shape}; the config implies {source.shape}."
+                f"{files.path}: tensor {name} has shape {shape}; the config implies {source.shape}."
             )
-    extra = sorted(available - {source.name for source in weight_map})
+    extra = sorted(available - {name for _, name in found})
     if extra:
         logger.info("Ignored %d tensor(s) that the model does not use: %s", len(extra), ", ".join(extra[:8]))
 
@@ -102,8 +105,10 @@ def _assembled(
 def _assemble(spec: ParamSpec, sources: Sequence[WeightSource], checkpoint: Checkpoint) -> np.ndarray:
     """One parameter; parts that no tensor fills (padding of the vocabulary) are zero."""
     value = np.zeros(spec.shape, spec.dtype)
+    names = checkpoint.names()
     for source in sources:
-        source.place(value, checkpoint.read(source.name))
+        name = source.name_in(names)
+        source.place(value, np.asarray(source.default) if name is None else checkpoint.read(name))
     return value
 
 

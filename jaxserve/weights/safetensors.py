@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class SafetensorsCheckpoint:
             file = SafetensorsFile(path)
             self._files.update(dict.fromkeys(file.entries, file))
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:

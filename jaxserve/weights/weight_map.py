@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -22,6 +23,8 @@ class WeightSource:
         view: how the parameter's elements are seen for the assignment.
         index: the part of that view it fills.
         split: how the tensor's own dimensions are split first; default: not.
+        aliases: further names under which checkpoints hold it.
+        default: its value where the checkpoint lacks it; None: it must be there.
     """
 
     name: str
@@ -30,10 +33,16 @@ class WeightSource:
     view: tuple[int, ...]
     index: Index = (...,)
     split: tuple[int, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    default: float | None = None
 
     def __post_init__(self) -> None:
         if self.split is not None and math.prod(self.split) != math.prod(self.shape):
             raise ValueError(f"{self.name}: split {self.split} does not hold shape {self.shape}")
+
+    def name_in(self, names: Container[str]) -> str | None:
+        """The name by which a checkpoint with these ``names`` holds the tensor, or None."""
+        return next((name for name in (self.name, *self.aliases) if name in names), None)
 
     def place(self, target: np.ndarray, tensor: np.ndarray) -> None:
         """Write ``tensor`` into ``target``, which is contiguous and has the parameter's shape and dtype."""

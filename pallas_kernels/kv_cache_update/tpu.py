@@ -1,7 +1,7 @@
 """Writing new keys and values into the paged cache on TPU (Mosaic), in place.
 
 Packed types cannot be written a token at a time: their rows share sublanes. So the kernel walks the touched tiles
-(``WRITE_TILE`` consecutive slots of a block, all heads): read, replace the new tokens' rows, write back, with the
+(``write_tile`` consecutive slots of a block, all heads): read, replace the new tokens' rows, write back, with the
 next tile's read and the last one's write under way meanwhile. Tokens arrive in float32 with the token as a major
 dimension, so that a tile's rows are fetched from wherever they start.
 """
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-WRITE_TILE = 16
-"""Slots of a tile: the rows that a packed 16-bit tile of memory has; block sizes are multiples of it."""
+
+def write_tile(dtype: Any) -> int:
+    """Slots of a tile: the rows that a packed tile of memory has; block sizes are multiples of it."""
+    return 32 if jnp.dtype(dtype).itemsize == 1 else 16
 
 
 def kv_cache_update(
@@ -27,7 +29,7 @@ def kv_cache_update(
 
     Args:
         kv_cache: [num_blocks, P, K, block_size, L].
-        new: [T, P, K, L], any float type.
+        new: [T, P, K, L], any float type, or the cache's: within its range, no rounding mode is chosen here.
         slot_mapping: [T] int32 flat slots, no slot twice; out of range drops the write. Slots of a tile that several
             runs of consecutive tokens write must not be interleaved with other tiles' (rows own their blocks).
         num_rows: R, at most this many runs of consecutive slots.
@@ -37,9 +39,10 @@ def kv_cache_update(
         The updated cache.
     """
     _, parts, kv_heads, block, lanes = kv_cache.shape
-    tiles = write_tiles(slot_mapping, kv_cache.shape[0] * block, num_rows)
+    tile = write_tile(kv_cache.dtype)
+    tiles = write_tiles(slot_mapping, kv_cache.shape[0] * block, num_rows, tile)
     tokens = new.astype(jnp.float32).reshape(new.shape[0], parts * kv_heads, lanes)
-    tokens = jnp.pad(tokens, ((WRITE_TILE, WRITE_TILE), (0, 0), (0, 0)))
+    tokens = jnp.pad(tokens, ((tile, tile), (0, 0), (0, 0)))
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -47,9 +50,9 @@ def kv_cache_update(
         in_specs=[hbm, hbm],
         out_specs=hbm,
         scratch_shapes=[
-            pltpu.VMEM((2, WRITE_TILE, parts * kv_heads, lanes), jnp.float32),
-            pltpu.VMEM((2, parts, kv_heads, WRITE_TILE, lanes), kv_cache.dtype),
-            pltpu.VMEM((2, parts, kv_heads, WRITE_TILE, lanes), kv_cache.dtype),
+            pltpu.VMEM((2, tile, parts * kv_heads, lanes), jnp.float32),
+            pltpu.VMEM((2, parts, kv_heads, tile, lanes), kv_cache.dtype),
+            pltpu.VMEM((2, parts, kv_heads, tile, lanes), kv_cache.dtype),
             pltpu.SemaphoreType.DMA((3, 2)),
         ],
     )
@@ -68,34 +71,34 @@ def in_hbm(operand: jax.Array, interpret: Any) -> jax.Array:
     return operand if interpret else pltpu.with_memory_space_constraint(operand, pltpu.HBM)
 
 
-def write_tiles(slot_mapping: jax.Array, num_slots: int, num_rows: int) -> jax.Array:
+def write_tiles(slot_mapping: jax.Array, num_slots: int, num_rows: int, tile: int) -> jax.Array:
     """int32 [1 + 3 * most]: how many tiles are touched, then each one's first token, its slot, and its new tokens."""
     num_tokens = slot_mapping.shape[0]
-    most = min(num_tokens, num_tokens // WRITE_TILE + 2 * num_rows)
+    most = min(num_tokens, num_tokens // tile + 2 * num_rows)
     valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
     before = jnp.concatenate([jnp.full((1,), -2, jnp.int32), jnp.where(valid, slot_mapping, -2)[:-1]])
-    first = valid & ((slot_mapping != before + 1) | (slot_mapping % WRITE_TILE == 0))
-    tile = jnp.cumsum(first, dtype=jnp.int32) - 1
-    counts = jnp.zeros(most, jnp.int32).at[jnp.where(valid, tile, most)].add(1, mode="drop")
-    where = jnp.where(first, tile, most)
+    first = valid & ((slot_mapping != before + 1) | (slot_mapping % tile == 0))
+    number = jnp.cumsum(first, dtype=jnp.int32) - 1
+    counts = jnp.zeros(most, jnp.int32).at[jnp.where(valid, number, most)].add(1, mode="drop")
+    where = jnp.where(first, number, most)
     tokens = jnp.zeros(most, jnp.int32).at[where].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
-    return jnp.concatenate([tile[-1:] + 1, tokens, slot_mapping[tokens], counts])
+    return jnp.concatenate([number[-1:] + 1, tokens, slot_mapping[tokens], counts])
 
 
 def _kernel(tiles, tokens_hbm, _, cache_hbm, arriving, reading, writing, semaphores, *, block, most):
     """Walk the tiles. ``_`` is the cache under its input's name."""
     num_tiles = tiles[0]
-    _, parts, kv_heads, _, lanes = reading.shape
+    _, parts, kv_heads, tile, lanes = reading.shape
 
     def place(index: jax.Array) -> Any:
         slot = tiles[1 + most + index]
-        offset = pl.multiple_of(slot & (block - WRITE_TILE), WRITE_TILE)  # powers of two
-        return cache_hbm.at[jax.lax.div(slot, jnp.int32(block)), :, :, pl.ds(offset, WRITE_TILE)]
+        offset = pl.multiple_of(slot & (block - tile), tile)  # powers of two
+        return cache_hbm.at[jax.lax.div(slot, jnp.int32(block)), :, :, pl.ds(offset, tile)]
 
     def reads(index: jax.Array, half: Any) -> tuple[Any, Any]:
         # Row i of the tile is token i of what arrives; what lies before and after is another's, and is not used.
-        begin = tiles[1 + index] - (tiles[1 + most + index] & (WRITE_TILE - 1)) + WRITE_TILE
-        new = tokens_hbm.at[pl.ds(begin, WRITE_TILE)]
+        begin = tiles[1 + index] - (tiles[1 + most + index] & (tile - 1)) + tile
+        new = tokens_hbm.at[pl.ds(begin, tile)]
         return (
             pltpu.make_async_copy(new, arriving.at[half], semaphores.at[0, half]),
             pltpu.make_async_copy(place(index), reading.at[half], semaphores.at[1, half]),
@@ -124,8 +127,8 @@ def _kernel(tiles, tokens_hbm, _, cache_hbm, arriving, reading, writing, semapho
         def _():
             write(index - 2, half).wait()
 
-        first = tiles[1 + most + index] & (WRITE_TILE - 1)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (WRITE_TILE, lanes), 0)
+        first = tiles[1 + most + index] & (tile - 1)
+        rows = jax.lax.broadcasted_iota(jnp.int32, (tile, lanes), 0)
         replaced = (rows >= first) & (rows < first + tiles[1 + 2 * most + index])
         for part in range(parts):
             for head in range(kv_heads):

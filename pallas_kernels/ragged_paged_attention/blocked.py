@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, as_bits, from_bits, values_of
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -29,7 +30,7 @@ MASKED = -1e30
 
 def blocked_attention(
     q: jax.Array,
-    kv_cache: jax.Array,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     options: AttentionOptions,
     sinks: jax.Array | None = None,
@@ -38,7 +39,7 @@ def blocked_attention(
 
     Args:
         q: [T, H, D].
-        kv_cache: [2, num_blocks, K, block_size, D].
+        kv_cache: [2, num_blocks, K, block_size, D]; int8 with its scales.
         metadata: the step's batch, rows ordered decode first.
         options: scale, window, soft cap.
         sinks: [H] extra logits of the denominator.
@@ -62,11 +63,14 @@ def blocked_attention(
 class _Walk:
     """One layer's cache and options: gathers tiles of keys and scores them."""
 
-    def __init__(
-        self, kv_cache: jax.Array, options: AttentionOptions, sinks: jax.Array | None, num_heads: int
-    ):
-        _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = kv_cache.shape
-        self.flat = kv_cache.reshape(2 * self.num_blocks * self.num_kv_heads, self.block_size, self.head_size)
+    def __init__(self, kv_cache: KVCache, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
+        self.scales = kv_cache.scales if isinstance(kv_cache, ScaledCache) else None
+        values = values_of(kv_cache)
+        _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = values.shape
+        self.dtype = values.dtype
+        self.flat = as_bits(values).reshape(
+            2 * self.num_blocks * self.num_kv_heads, self.block_size, self.head_size
+        )
         self.options = options
         self.group = num_heads // self.num_kv_heads
         self.blocks_per_tile = max(1, KV_TILE // self.block_size)
@@ -79,15 +83,23 @@ class _Walk:
         """[..., C] physical blocks -> keys and values [..., K, C * block_size, D], laid out as the products want."""
         heads = jnp.arange(self.num_kv_heads)[:, None]
         index = blocks[..., None, :] * self.num_kv_heads + heads  # [..., K, C]
-        shape = (*index.shape[:-1], self.tile, self.head_size)
-        k = self.flat.at[index].get(mode="promise_in_bounds").reshape(shape)
-        index += self.num_blocks * self.num_kv_heads
-        v = self.flat.at[index].get(mode="promise_in_bounds").reshape(shape)
-        return k.astype(jnp.float32), v.astype(jnp.float32)
+        k = self._rows(index)
+        v = self._rows(index + self.num_blocks * self.num_kv_heads)
+        if self.scales is None:
+            return k, v
+        scales = self.scales.at[blocks].get(mode="promise_in_bounds")  # [..., C, 2, K, block_size]
+        scales = jnp.moveaxis(scales, -4, -2)
+        scales = scales.reshape(*scales.shape[:-2], self.tile, 1)  # [..., 2, K, tile, 1]
+        return k * scales[..., 0, :, :, :], v * scales[..., 1, :, :, :]
+
+    def _rows(self, index: jax.Array) -> jax.Array:
+        """[..., K, C] rows of ``flat`` -> [..., K, C * block_size, D] float32."""
+        rows = from_bits(self.flat.at[index].get(mode="promise_in_bounds"), self.dtype)
+        return rows.reshape(*index.shape[:-1], self.tile, self.head_size).astype(jnp.float32)
 
     def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """A product of float32 arrays; of a float32 cache on every device in float32 (not in TF32)."""
-        precision = jax.lax.Precision.HIGHEST if self.flat.dtype == jnp.float32 else None
+        precision = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return jnp.einsum(equation, x, y, precision=precision)
 
     def pad_tables(self, tables: jax.Array) -> jax.Array:

@@ -5,44 +5,49 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, dequantized
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 
 
 def ragged_paged_attention(
     q: jax.Array,
-    kv_cache: jax.Array,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: jax.Array | float | None = None,
+    v_scale: jax.Array | float | None = None,
 ) -> jax.Array:
     """Causal attention of each row's new tokens over its cached ones (which include the new ones already).
 
     Args:
         q: [T, H, D] queries, any float type.
-        kv_cache: [2, num_blocks, K, block_size, D], keys then values, the oracle's layout.
+        kv_cache: [2, num_blocks, K, block_size, D], keys then values, the oracle's layout; int8 with its
+            scales.
         metadata: the batch.
         scale: multiplies q . k.
         sliding_window: a query sees this many tokens, itself included.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
         sinks: [H] extra logit of the softmax's denominator.
-        k_scale, v_scale: what a quantized cache's keys and values are multiplied by.
+        k_scale, v_scale: what a quantized cache's keys and values are multiplied by, [] or [K].
 
     Returns:
         [T, H, D] in q's type; zero for padding tokens.
     """
+    if isinstance(kv_cache, ScaledCache):
+        kv_cache = dequantized(kv_cache)
     num_tokens, num_heads, head_size = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
     tables = metadata.block_tables[metadata.row_ids]  # [T, B]
     k = kv_cache[0][tables].astype(jnp.float32)  # [T, B, K, block_size, D]
     v = kv_cache[1][tables].astype(jnp.float32)
-    k = jnp.moveaxis(k, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_size) * (k_scale or 1.0)
-    v = jnp.moveaxis(v, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_size) * (v_scale or 1.0)
+    k = jnp.moveaxis(k, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_size)
+    v = jnp.moveaxis(v, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_size)
+    k, v = (x if s is None else x * jnp.reshape(s, (-1, 1, 1)) for x, s in ((k, k_scale), (v, v_scale)))
     key_positions = jnp.arange(tables.shape[1] * block_size)
     visible = key_positions[None] <= metadata.positions[:, None]
     if sliding_window is not None:

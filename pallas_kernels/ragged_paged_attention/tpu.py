@@ -1,7 +1,8 @@
 """TpuAttentionBackend: attention over the paged cache on TPU, by Mosaic kernels.
 
 A layer's cache is [num_blocks, P, K, block_size, L]. L is the head size rounded up to 128 lanes, P is 2 (keys, then
-values). Heads of up to 64 share lanes instead: P is 1, keys in the lower half of 128 lanes, values in the upper.
+values). Heads of up to 64 share lanes instead: P is 1, keys in the lower half of 128 lanes, values in the upper. The
+scales of an int8 cache lie beside it, [num_blocks, 2, K, block_size].
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.kv_cache_update.tpu import WRITE_TILE, kv_cache_update
+from pallas_kernels.kv_cache_update.quantized import (
+    FLOAT8,
+    INT8,
+    KVCache,
+    ScaledCache,
+    quantize_tokens,
+    scatter_scales,
+    to_cache_type,
+    values_of,
+)
+from pallas_kernels.kv_cache_update.tpu import kv_cache_update, write_tile
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 from pallas_kernels.ragged_paged_attention.tpu_kernel import MASKED, attend
@@ -30,11 +41,17 @@ PORTABLE = "the portable blocked attention (BlockedBackend) can"
 MAX_GROUP = 16
 MAX_HEAD_SIZE = 256
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
+KV_DTYPES = ("bfloat16", "float32", FLOAT8.name, INT8.name)
 
 
 def supported(
-    head_size: int, group: int, block_size: int, dtype: Any, options: AttentionOptions | None = None
+    head_size: int,
+    group: int,
+    block_size: int,
+    dtype: Any,
+    options: AttentionOptions | None = None,
+    kv_dtype: Any = None,
 ) -> str | None:
     """Why the TPU kernels cannot serve such a layer, with what can; None when they can.
 
@@ -42,18 +59,25 @@ def supported(
         head_size: D.
         group: query heads a KV head.
         block_size: tokens a block.
-        dtype: of queries and cache.
+        dtype: of queries, and of the cache where ``kv_dtype`` is None.
         options: of the layer.
+        kv_dtype: of the cache.
     """
     name = jnp.dtype(dtype).name
+    kv_name = name if kv_dtype is None else jnp.dtype(kv_dtype).name
+    smallest = LANES if kv_name == INT8.name else write_tile(kv_name) if kv_name in KV_DTYPES else 0
     if name not in DTYPES:
         reason = f"dtype {name} (use bfloat16 or float32)"
+    elif kv_name not in KV_DTYPES:
+        reason = f"a {kv_name} cache (set --kv-cache-dtype to bfloat16, float32, fp8 or int8)"
     elif not 1 <= head_size <= MAX_HEAD_SIZE:
         reason = f"head size {head_size} (at most {MAX_HEAD_SIZE})"
     elif not 1 <= group <= MAX_GROUP:
         reason = f"groups of {group} query heads (at most {MAX_GROUP})"
     elif block_size not in BLOCK_SIZES:
         reason = f"block size {block_size} (use one of {', '.join(map(str, BLOCK_SIZES))})"
+    elif block_size < smallest:
+        reason = f"a {kv_name} cache in blocks of {block_size} (set --block-size to {smallest} or more)"
     elif options is not None and options.sliding_window is not None and options.sliding_window < 1:
         reason = f"sliding window {options.sliding_window} (a query sees at least itself)"
     else:
@@ -92,12 +116,6 @@ class TpuAttentionBackend:
         """K's."""
         return 2
 
-    def supported(
-        self, head_size: int, group: int, block_size: int, dtype: Any, options: AttentionOptions | None = None
-    ) -> str | None:
-        """``supported`` of this module."""
-        return supported(head_size, group, block_size, dtype, options)
-
     def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
         """The kernel reads the batch's own arrays: nothing to work out."""
         return
@@ -107,22 +125,24 @@ class TpuAttentionBackend:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
         plan: None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVCache]:
         """See ``AttentionBackend``. Padding tokens' output is zero.
 
         Raises:
             ValueError: shapes or types the kernels cannot do (see ``supported``).
         """
         num_heads, head_size = q.shape[1:]
-        for dtype in (q.dtype, kv_cache.dtype):
-            reason = supported(head_size, num_heads // k.shape[1], kv_cache.shape[3], dtype, options)
-            if reason is not None:
-                raise ValueError(reason)
+        values = values_of(kv_cache)
+        reason = supported(
+            head_size, num_heads // k.shape[1], values.shape[3], q.dtype, options, values.dtype
+        )  # fmt: skip
+        if reason is not None:
+            raise ValueError(reason)
         if sinks is None:
             sinks = jnp.full(num_heads, MASKED, jnp.float32)
 
@@ -131,7 +151,8 @@ class TpuAttentionBackend:
 
         if self.mesh is None or self.mesh.shape[self.axis] == 1:
             return local(q, k, v, kv_cache, metadata, sinks)
-        heads, cache = PartitionSpec(None, self.axis), PartitionSpec(None, None, self.axis)
+        heads = PartitionSpec(None, self.axis)
+        cache = jax.tree.map(lambda _: PartitionSpec(None, None, self.axis), kv_cache)
         whole = jax.tree.map(lambda _: PartitionSpec(), metadata)
         return jax.shard_map(
             local,
@@ -146,21 +167,29 @@ class TpuAttentionBackend:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVCache]:
         """One device's heads."""
         num_tokens, num_heads, head_size = q.shape
-        _, parts, kv_heads, block, lanes = kv_cache.shape
+        values = values_of(kv_cache)
+        _, parts, kv_heads, block, lanes = values.shape
         num_rows = metadata.seq_lens.shape[0]
-        kv_cache = kv_cache_update(
-            kv_cache, _stack(k, v, parts, lanes), metadata.slot_mapping, num_rows, self.interpret
+        scales = None
+        if isinstance(kv_cache, ScaledCache):
+            (k, k_scales), (v, v_scales) = quantize_tokens(k), quantize_tokens(v)
+            new_scales = jnp.stack([k_scales, v_scales], axis=1)
+            scales = scatter_scales(kv_cache.scales, new_scales, metadata.slot_mapping)
+        else:
+            k, v = (to_cache_type(x, values.dtype) for x in (k, v))
+        values = kv_cache_update(
+            values, _stack(k, v, parts, lanes), metadata.slot_mapping, num_rows, self.interpret
         )
-        compute = jnp.promote_types(q.dtype, kv_cache.dtype)
+        compute = _compute_type(q.dtype, values.dtype)
         problem = Problem(
-            num_tokens, num_heads, kv_heads, parts, lanes, block, kv_cache.dtype.itemsize, compute.itemsize
+            num_tokens, num_heads, kv_heads, parts, lanes, block, values.dtype.itemsize, compute.itemsize
         )
         tiles = self.tiles or choose_tiles(generation_of(self.generation), problem)
         queries = jnp.pad(q.astype(jnp.float32), ((0, tiles.query_tile), (0, 0), (0, lanes - head_size)))
@@ -174,13 +203,14 @@ class TpuAttentionBackend:
         for row in range(0, num_rows, rows_per_call):
             rows = min(rows_per_call, num_rows - row)
             out = attend(
-                queries, kv_cache, out,
+                queries, values, out,
                 decode_items(metadata, row, rows),
                 tile_items(metadata, row, rows, tiles.query_tile, num_tokens),
                 metadata.block_tables[row : row + rows], sinks, options, tiles, compute, self.interpret,
+                scales,
             )  # fmt: skip
-        values = out[:, :, head_size : 2 * head_size] if parts == 1 else out[:, :, :head_size]
-        return values.astype(q.dtype), kv_cache
+        out = out[:, :, head_size : 2 * head_size] if parts == 1 else out[:, :, :head_size]
+        return out.astype(q.dtype), values if scales is None else ScaledCache(values, scales)
 
 
 def tpu_backend(device: jax.Device, mesh: Mesh | None = None) -> TpuAttentionBackend:
@@ -192,8 +222,15 @@ def tpu_backend(device: jax.Device, mesh: Mesh | None = None) -> TpuAttentionBac
     return TpuAttentionBackend(generation_of(device.device_kind), mesh)
 
 
+def _compute_type(dtype: Any, kv_dtype: Any) -> Any:
+    """Type of the products' operands; the chip has no float16, which bfloat16 does not hold."""
+    if dtype == jnp.float16:
+        return jnp.dtype(jnp.float32)
+    return dtype if kv_dtype.itemsize == 1 else jnp.promote_types(dtype, kv_dtype)
+
+
 def _blank(metadata: AttentionMetadata, shape: tuple[int, int, int]) -> jax.Array:
-    """What the kernel fills in: zeros, and NaN for rows that a decode-only program leaves out: the wrong one was run."""
+    """What the kernel fills in: zeros, and NaN for rows that a decode-only program leaves out: the wrong one ran."""
     if not metadata.decode_only:
         return jnp.zeros(shape, jnp.float32)
     token = jnp.arange(shape[0])
@@ -217,4 +254,4 @@ def _stack(k: jax.Array, v: jax.Array, parts: int, lanes: int) -> jax.Array:
     return jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, lanes - both.shape[-1])))
 
 
-__all__ = ["WRITE_TILE", "TpuAttentionBackend", "supported", "tpu_backend"]
+__all__ = ["TpuAttentionBackend", "supported", "tpu_backend"]

@@ -76,6 +76,7 @@ def attend(
     sizes: Tiles,
     compute_dtype: Any,
     interpret: Any = False,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """Attend the items' queries; other tokens of ``out`` stay as they are.
 
@@ -90,6 +91,7 @@ def attend(
         sizes: tile sizes.
         compute_dtype: type of the products' operands.
         interpret: ``pltpu.InterpretParams`` runs it on a CPU.
+        scales: float32 [num_blocks, 2, K, block_size] of an int8 cache; blocks are whole rows of lanes then.
 
     Returns:
         ``out``.
@@ -111,13 +113,15 @@ def attend(
         ]
 
     anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
+    scaled = scales is not None
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=(sizes.cores,),
-        in_specs=[anywhere, anywhere, pl.BlockSpec(memory_space=pltpu.VMEM), anywhere],
+        in_specs=[anywhere, anywhere, pl.BlockSpec(memory_space=pltpu.VMEM), *[anywhere] * scaled, anywhere],
         out_specs=anywhere,
         scratch_shapes=[
             pltpu.VMEM((2, parts, kv_heads, sizes.kv_chunk, lanes), kv_cache.dtype),
+            *[pltpu.VMEM((2, 2, kv_heads, sizes.kv_chunk), jnp.float32)] * scaled,
             pltpu.SemaphoreType.DMA((3, 2)),
             *phase_scratch(1),
             *(phase_scratch(sizes.query_tile) if num_items(tiles) else ()),
@@ -129,26 +133,32 @@ def attend(
         options=options,
         most=(num_items(decodes), num_items(tiles)),
         tile=sizes.query_tile,
+        scaled=scaled,
     )
     return pl.pallas_call(
         kernel,
         grid_spec=spec,
         out_shape=pltpu.HBM(out.shape, out.dtype),
-        input_output_aliases={6: 0},
+        input_output_aliases={6 + scaled: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if sizes.cores > 1 else "arbitrary",),
             vmem_limit_bytes=sizes.vmem_limit,
         ),
         name="ragged_paged_attention",
         interpret=interpret,
-    )(decodes, tiles, tables.reshape(-1), in_hbm(q, interpret), in_hbm(kv_cache, interpret), sinks, out)
+    )(
+        decodes, tiles, tables.reshape(-1), in_hbm(q, interpret), in_hbm(kv_cache, interpret), sinks,
+        *([in_hbm(scales, interpret)] if scaled else ()), out,
+    )  # fmt: skip
 
 
-def _kernel(
-    decodes, tiles, tables, q, kv_cache, sinks, _, out, kv, semaphores, *scratch, shapes, options, most, tile
-):
+def _kernel(decodes, tiles, tables, q, kv_cache, sinks, *refs, shapes, options, most, tile, scaled):
     """Decoding rows, then the others, if there may be any. ``_`` is ``out`` under its input's name."""
-    shared = (tables, q, kv_cache, sinks, out, kv, semaphores)
+    scales_hbm, refs = (refs[0], refs[1:]) if scaled else (None, refs)
+    _, out, kv, *refs = refs
+    scales, refs = (refs[0], refs[1:]) if scaled else (None, refs)
+    semaphores, *scratch = refs
+    shared = (tables, q, kv_cache, scales_hbm, sinks, out, kv, scales, semaphores)
     _Phase(shapes, options, 1, most[0], decodes, *shared, *scratch[:PHASE_BUFFERS]).run()
     if most[1]:
         _Phase(shapes, options, tile, most[1], tiles, *shared, *scratch[PHASE_BUFFERS:]).run()
@@ -166,9 +176,11 @@ class _Phase:
     tables: Any
     q_hbm: Any
     kv_hbm: Any
+    scales_hbm: Any
     sinks: Any
     out_hbm: Any
     kv: Any
+    scales: Any
     semaphores: Any
     arriving: Any
     queries: Any
@@ -233,6 +245,10 @@ class _Phase:
             target = self.kv.at[slot, :, :, pl.ds(where, block)]
             source = self.kv_hbm.at[self.tables[table + logical]]
             do(pltpu.make_async_copy(source, target, self.semaphores.at[0, slot]))
+            if self.scales is not None:
+                target = self.scales.at[slot, :, :, pl.ds(where, block)]
+                source = self.scales_hbm.at[self.tables[table + logical]]
+                do(pltpu.make_async_copy(source, target, self.semaphores.at[0, slot]))
             return carry
 
         jax.lax.fori_loop(first, last, body, None)
@@ -311,8 +327,12 @@ class _Phase:
             self.acc[head] = jnp.zeros(self.acc.shape[1:], jnp.float32)
 
     def _clear_invisible(self, at: jax.Array, slot: jax.Array, begin: jax.Array, end: jax.Array) -> None:
-        """Zero the values no query sees: they may never have been written and be NaN, and 0 * NaN is NaN."""
+        """Zero the values no query sees: they may never have been written and be NaN, and 0 * NaN is NaN.
+
+        int8 knows no NaN; of its scales ``_compute`` takes care."""
         chunk = self.shapes.chunk
+        if self.scales is not None:
+            return
 
         @pl.when((at * chunk < begin) | ((at + 1) * chunk > end))
         def _():
@@ -337,6 +357,8 @@ class _Phase:
         visible = keys <= query
         if self.options.sliding_window is not None:
             visible &= keys > query - self.options.sliding_window
+        begin, end = self._visible(index)
+        seen = (keys[:1] >= begin) & (keys[:1] < end)
         dtype = self.queries.dtype
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
         product = functools.partial(
@@ -347,6 +369,8 @@ class _Phase:
             k = self.kv[slot, 0, number].astype(dtype)
             v = self.kv[slot, self.shapes.parts - 1, number].astype(dtype)
             scores = product(self.queries[number], k, (((1,), (1,)), ((), ()))) * self.options.scale
+            if self.scales is not None:
+                scores *= self.scales[slot, 0, pl.ds(number, 1)]
             if self.options.soft_cap is not None:
                 scores = self.options.soft_cap * jnp.tanh(scores / self.options.soft_cap)
             scores = jnp.where(visible, scores, MASKED)
@@ -356,6 +380,8 @@ class _Phase:
             rescale = jnp.exp(old - new)
             self.top[number] = new
             self.total[number] = self.total[number] * rescale + jnp.sum(weights, axis=1, keepdims=True)
+            if self.scales is not None:
+                weights *= jnp.where(seen, self.scales[slot, 1, pl.ds(number, 1)], 0.0)
             added = product(weights.astype(dtype), v, (((1,), (0,)), ((), ())))
             self.acc[number] = self.acc[number] * rescale[:, :1] + added
 

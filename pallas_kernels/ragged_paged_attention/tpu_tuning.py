@@ -88,6 +88,8 @@ def vmem_bytes(problem: Problem, query_tile: int, kv_chunk: int) -> int:
     """Bytes of VMEM the attention kernel's buffers take, temporaries of the scores included."""
     rows = problem.num_heads * query_tile
     copies = 2 * problem.parts * problem.num_kv_heads * kv_chunk * problem.lanes * problem.cache_bytes
+    if problem.cache_bytes == 1:  # int8's scales
+        copies += 2 * 2 * max(problem.num_kv_heads, 8) * kv_chunk * 4
     queries = rows * problem.lanes * (2 * 4 + problem.compute_bytes)
     results = rows * (problem.lanes * (2 * 4 + 4) + 2 * LANES * 4)
     scores = 6 * rows // problem.num_kv_heads * kv_chunk * 4

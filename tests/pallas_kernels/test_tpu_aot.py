@@ -27,7 +27,8 @@ from jaxserve.runner.programs import ProgramShapes
 from jaxserve.runner.step_layout import StepLayout
 from jaxserve.runner.step_program import run_step
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
-from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend
+from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
+from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
 from sharding import make_mesh
 
 libtpu = pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed (the tpu extra)")
@@ -67,7 +68,7 @@ def assert_cache_not_copied(
     compiled: jax.stages.Compiled, local_shape: tuple[int, ...], caches: int, dtype: str
 ):
     """The donated caches are aliased to the results, and no operation copies an array of their shape."""
-    element = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    element = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "int8": "s8"}[dtype]
     shape = re.escape(f"{element}[{','.join(map(str, local_shape))}]")
     text = compiled.as_text()
     assert re.search(shape, text), "the cache's shape is not in the HLO"
@@ -91,14 +92,15 @@ def assert_cache_not_copied(
 
 def compile_kernels(
     generation: str, tokens: int, rows: int, heads: int, kv_heads: int, head_size: int, block_size: int, dtype: str,
-    options: AttentionOptions, width: int,
+    options: AttentionOptions, width: int, kv_dtype: str | None = None,
 ) -> None:  # fmt: skip
     mesh = make_mesh(1, devices(generation))
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = partial(jax.ShapeDtypeStruct, sharding=whole)
     int32 = partial(abstract, dtype=jnp.int32)
     backend = TpuAttentionBackend(generation)
-    assert backend.supported(head_size, heads // kv_heads, block_size, dtype, options) is None
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    assert supported(head_size, heads // kv_heads, block_size, dtype, options, kv_dtype) is None
     metadata = AttentionMetadata(
         seq_lens=int32((rows,)), block_tables=int32((rows, width)), query_start_loc=int32((rows + 1,)),
         distribution=int32((3,)), slot_mapping=int32((tokens,)), positions=int32((tokens,)), row_ids=int32((tokens,)),
@@ -110,9 +112,16 @@ def compile_kernels(
     def layer(q, k, v, cache, metadata, sinks):
         return backend.update_and_attend(q, k, v, cache, metadata, options, sinks)
 
-    lowered = jax.jit(layer, donate_argnums=3).lower(q, kv, kv, abstract(cache_shape, dtype), metadata, sinks)
+    cache = jax.tree.map(
+        lambda leaf: abstract(leaf.shape, leaf.dtype), abstract_cache(cache_shape, kv_dtype, 256, block_size)
+    )
+    lowered = jax.jit(layer, donate_argnums=3).lower(q, kv, kv, cache, metadata, sinks)
     name = f"{generation} T={tokens} H={heads} K={kv_heads} D={head_size} block={block_size} {dtype}"
-    assert_cache_not_copied(compile_and_report(name, lowered), cache_shape, 1, dtype)
+    compiled = compile_and_report(f"{name}, {kv_dtype} cache", lowered)
+    assert_cache_not_copied(compiled, cache_shape, 1, kv_dtype)
+    if isinstance(cache, ScaledCache):
+        shape = re.escape(f"f32[{','.join(map(str, cache.scales.shape))}]")
+        assert not re.findall(rf"= \(?{shape}\S* (?:copy|copy-start|transpose)\(.*", compiled.as_text())
 
 
 PLAIN = AttentionOptions(0.125)
@@ -126,6 +135,10 @@ KERNELS = {
     "groups of 16": (512, 64, 16, 1, 64, 64, "bfloat16", ALL_OPTIONS, 64),
     "groups of 3, large heads": (256, 64, 12, 4, 256, 16, "bfloat16", PLAIN, 64),
     "large blocks": (64, 64, 8, 8, 256, 256, "float32", ALL_OPTIONS, 32),
+    "float8 cache": (64, 64, 8, 2, 128, 128, "bfloat16", PLAIN, 64, "float8_e4m3fn"),
+    "int8 cache": (64, 64, 8, 2, 128, 128, "bfloat16", PLAIN, 64, "int8"),
+    "int8 cache, shared lanes": (64, 64, 8, 8, 64, 128, "bfloat16", PLAIN, 64, "int8"),
+    "float16 queries": (64, 64, 8, 2, 128, 16, "float16", PLAIN, 64, "bfloat16"),
     "128k tokens of context for 64 rows": (64, 64, 8, 2, 128, 16, "bfloat16", PLAIN, 8192),
 }
 

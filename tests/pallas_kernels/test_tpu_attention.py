@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from ragged_batches import RaggedBatch, ragged_batch
+from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 from tpu_interpreter import COMPILER_OPTIONS, races_found, strict
 
 from pallas_kernels.dispatch import AttentionOptions, AttentionSizes, attention_backend
+from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.device
 
 TILES = Tiles(query_tile=16, kv_chunk=32, table_bytes=1 << 19, cores=1, vmem_limit=1 << 26)
 NUM_TOKENS, NUM_ROWS, TABLE_WIDTH, CONTEXT_BLOCKS = 40, 10, 10, 28
-RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
+RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 DECODE = [(15, 1), (16, 1), (17, 1), (1, 1), (65, 1)]
 MIXED = [(33, 1), (1, 1), (17, 17), (50, 12), (5, 2)]
@@ -48,6 +49,7 @@ class Case:
     tiles: Tiles = TILES
     batches: tuple[tuple[tuple[int, int], ...], ...] = (tuple(DECODE), tuple(MIXED))
     decode_only: bool = False
+    kv_dtype: str | None = None
 
 
 CASES = {
@@ -60,9 +62,19 @@ CASES = {
         tiles=replace(TILES, table_bytes=6 * 4 * TABLE_WIDTH),
     ),
     "decoding rows alone": Case(4, 2, 64, batches=(tuple(DECODE), ()), decode_only=True),
+    "float8 cache": Case(4, 2, 64, block_size=32, kv_dtype="float8_e4m3fn", batches=(tuple(MIXED),)),
+    "int8 cache, window": Case(
+        3, 1, 128, block_size=128, kv_dtype="int8", options=AttentionOptions(0.1, sliding_window=20),
+        tiles=replace(TILES, kv_chunk=128), batches=(tuple(MIXED),),
+    ),
     "two cores": Case(2, 1, 64, tiles=replace(TILES, cores=2), batches=(tuple(MIXED),)),
 }  # fmt: skip
 SLOW_CASES = {
+    "int8 cache, shared lanes, several blocks a chunk, sinks, bfloat16": Case(
+        6, 2, 64, block_size=128, kv_dtype="int8", dtype="bfloat16", sinks=True, tiles=replace(TILES, kv_chunk=256),
+    ),
+    "float8 cache, bfloat16": Case(8, 1, 80, block_size=32, kv_dtype="float8_e4m3fn", dtype="bfloat16"),
+    "float16 queries": Case(4, 2, 96, dtype="float16", kv_dtype="bfloat16"),
     "groups of 16, two rows of lanes": Case(16, 1, 256, block_size=32, sinks=True),
     "many key heads": Case(9, 9, 96, batches=(tuple(MIXED),)),
     "large blocks": Case(4, 2, 64, block_size=256, tiles=replace(TILES, kv_chunk=256), dtype="bfloat16"),
@@ -74,8 +86,10 @@ SLOW_CASES = {
 }  # fmt: skip
 
 
-def to_tpu_layout(cache: jax.Array) -> jax.Array:
+def to_tpu_layout(cache: KVCache) -> KVCache:
     """The oracle's cache [2, N, K, B, D] in the backend's layout; unused lanes are zero, as in a fresh cache."""
+    if isinstance(cache, ScaledCache):
+        return replace(cache, values=to_tpu_layout(cache.values))
     head_size = cache.shape[-1]
     if head_size <= 64:
         both = jnp.concatenate([cache[0], cache[1]], axis=-1)[:, None]
@@ -107,7 +121,8 @@ def make_batch(case: Case, rows: tuple[tuple[int, int], ...], seed: int) -> Ragg
             block_size=case.block_size, seed=seed, pad_tokens=NUM_TOKENS - live, pad_rows=NUM_ROWS - len(rows),
         )
     )  # fmt: skip
-    return replace(batch, metadata=replace(batch.metadata, decode_only=case.decode_only))
+    cache = in_cache_type(batch.kv_cache, case.kv_dtype or case.dtype)
+    return replace(batch, kv_cache=cache, metadata=replace(batch.metadata, decode_only=case.decode_only))
 
 
 def f32(array: jax.Array) -> np.ndarray:
@@ -145,7 +160,8 @@ def check(case: Case, seed: int) -> None:
         batch = make_batch(case, rows, seed + number)
         out, cache = run(case, batch, sinks)
         expected_cache = kv_cache_update(batch.kv_cache, batch.k, batch.v, batch.metadata.slot_mapping)
-        np.testing.assert_array_equal(f32(cache), f32(to_tpu_layout(expected_cache)))
+        for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(to_tpu_layout(expected_cache))):
+            np.testing.assert_array_equal(f32(ours), f32(theirs))
         expected = oracle(batch.q.astype(jnp.float32), expected_cache, batch.metadata, sinks=sinks)
         assert_close(out, expected, batch, RELATIVE_ERROR[case.dtype])
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tpu_interpreter import COMPILER_OPTIONS, races_found, strict
 
-from pallas_kernels.kv_cache_update.tpu import WRITE_TILE, kv_cache_update, write_tiles
+from pallas_kernels.kv_cache_update.tpu import kv_cache_update, write_tile, write_tiles
 
 pytestmark = pytest.mark.device
 
@@ -60,11 +60,13 @@ def test_equals_the_oracle(dtype, parts, kv_heads):
         np.testing.assert_array_equal(np.asarray(got, np.float32), expected_update(*arrays, slots))
 
 
-def test_tiles_cover_every_slot_once():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_tiles_cover_every_slot_once(dtype):
     """Any rows: the list has room, and its tiles hold the live slots, each one once and in one tile."""
     rng = np.random.default_rng(1)
     num_slots, num_rows, num_tokens = 4096, 8, 320
-    list_tiles = jax.jit(write_tiles, static_argnums=(1, 2))
+    list_tiles = jax.jit(write_tiles, static_argnums=(1, 2, 3))
+    tile = write_tile(dtype)
     for _ in range(50):
         lengths = rng.integers(0, 41, num_rows) * (rng.random(num_rows) < 0.8)
         slots, at = np.full(num_tokens, num_slots, np.int32), 0
@@ -72,13 +74,13 @@ def test_tiles_cover_every_slot_once():
             first = row * 512 + int(rng.integers(0, 400))
             slots[at : at + length] = np.arange(first, first + length)
             at += length
-        tiles = np.asarray(list_tiles(jnp.asarray(slots), num_slots, num_rows))
+        tiles = np.asarray(list_tiles(jnp.asarray(slots), num_slots, num_rows, tile))
         count, fields = tiles[0], tiles[1:].reshape(3, -1)
         assert count <= fields.shape[1]
         written = []
         for token, slot, length in fields[:, :count].T:
             assert length >= 1
-            assert slot // WRITE_TILE == (slot + length - 1) // WRITE_TILE
+            assert slot // tile == (slot + length - 1) // tile
             np.testing.assert_array_equal(slots[token : token + length], np.arange(slot, slot + length))
             written += range(slot, slot + length)
         assert sorted(written) == sorted(slots[slots < num_slots])

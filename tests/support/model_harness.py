@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import Model
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.kv_cache_update.quantized import abstract_cache
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
 
@@ -79,6 +80,11 @@ def one_row_metadata(start: int, num_tokens: int, padded: int, num_blocks: int) 
     )
 
 
+def _never_written(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    poison = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 99
+    return jnp.full(leaf.shape, poison, leaf.dtype)
+
+
 def sequence_logits(
     model: Model,
     params: dict[str, jax.Array],
@@ -90,14 +96,16 @@ def sequence_logits(
     assert sum(chunks) == len(token_ids)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     backend = OracleBackend()
-    caches = [
-        jnp.full(
+    shapes = [
+        abstract_cache(
             backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
-            jnp.nan,
             cache_dtype,
+            num_blocks + 1,
+            BLOCK_SIZE,
         )
         for spec in model.kv_cache_specs()
     ]
+    caches = jax.tree.map(_never_written, shapes)
 
     @jax.jit
     def step(params, tokens, caches, metadata):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.kv_cache_update.quantized import INT8, KVCache, ScaledCache, to_cache_type
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 
 
@@ -16,7 +17,7 @@ class RaggedBatch:
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    kv_cache: jax.Array
+    kv_cache: KVCache
     metadata: AttentionMetadata
     rows: tuple[tuple[int, int], ...]
 
@@ -33,6 +34,16 @@ class RaggedBatch:
             self.metadata.seq_lens.shape[0], self.metadata.block_tables.shape[1], slots,
         )  # fmt: skip
         return replace(self, q=self.q[pick], k=self.k[pick], v=self.v[pick], metadata=metadata)
+
+
+def in_cache_type(kv_cache: jax.Array, dtype: object) -> KVCache:
+    """A float cache [2, num_blocks, K, block_size, D] in another type; NaN stays NaN, of int8 the scale is."""
+    if jnp.dtype(dtype) != INT8:
+        return to_cache_type(kv_cache, dtype)
+    wide = kv_cache.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=-1) / 127
+    values = jnp.where(jnp.isnan(wide), 111, jnp.round(wide / scales[..., None])).astype(jnp.int8)
+    return ScaledCache(values, jnp.moveaxis(scales, 0, 1))
 
 
 def build_metadata(rows, tables, num_tokens, num_rows, width, slots) -> AttentionMetadata:
