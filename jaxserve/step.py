@@ -239,6 +239,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Tokens scheduled in this step."""
     num_free_blocks: int = 0
     num_blocks: int = 0
+    num_deferred: int = 0
+    """Of those waiting, the requests that wait for something else than room: a grammar that is being compiled."""
+    step_host_seconds: float = 0.0
+    """What the host did in this step beside waiting for the device."""
+    step_device_seconds: float = 0.0
+    """From when the device could begin the step that was read to when its results were there; 0 if none was."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

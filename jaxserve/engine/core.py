@@ -67,7 +67,9 @@ class EngineCore:
         if not config.scheduler_config.enable_chunked_prefill:
             longest.append(config.scheduler_config.max_num_batched_tokens or 0)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
-        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep, float]] = deque()
+        """Steps, and when they were dispatched."""
+        self._last_ready_at = self._waited = self._device_seconds = 0.0
         self.info = EngineInfo(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -107,13 +109,16 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Dispatch the next step, then read the oldest one if enough are in flight (or nothing was dispatched)."""
         outputs: list[EngineCoreOutput] = []
-        step = self.scheduler.schedule(time.monotonic())
+        began = time.monotonic()
+        self._waited = self._device_seconds = 0.0
+        step = self.scheduler.schedule(began)
         dispatched = bool(step.num_scheduled_tokens)
         if not dispatched and not self._in_flight:
             self.scheduler.wait_for_grammar(GRAMMAR_POLL_SECONDS)
+            self._waited += time.monotonic() - began
         try:
             if dispatched:
-                self._in_flight.append((step, self.runner.execute(step)))
+                self._in_flight.append((step, self.runner.execute(step), time.monotonic()))
             read = None
             if self._in_flight and (len(self._in_flight) >= self._depth or not dispatched):
                 read = self._read_oldest()
@@ -127,11 +132,25 @@ class EngineCore:
         outputs += self.scheduler.take_outputs()
         stats = self.scheduler.stats()
         stats.num_compilations = self.runner.num_compilations()
-        return EngineCoreOutputs(outputs, stats, time.monotonic())
+        now = time.monotonic()
+        stats.step_host_seconds, stats.step_device_seconds = now - began - self._waited, self._device_seconds
+        return EngineCoreOutputs(outputs, stats, now)
+
+    def state(self) -> EngineCoreOutputs:
+        """The state now, without a step: after the last request was aborted none follows."""
+        stats = self.scheduler.stats()
+        stats.num_compilations, stats.step_tokens = self.runner.num_compilations(), 0
+        return EngineCoreOutputs([], stats, time.monotonic())
 
     def _read_oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        step, pending = self._in_flight[0]
+        step, pending, dispatched_at = self._in_flight[0]
+        asked_at = time.monotonic()
         result = pending.result()
+        ready_at = time.monotonic()
+        self._waited += ready_at - asked_at
+        # The device begins a step when it has it and the last one is done; it may have ended before it was asked.
+        self._device_seconds = ready_at - max(dispatched_at, self._last_ready_at)
+        self._last_ready_at = ready_at
         self._in_flight.popleft()
         return step, result
 
@@ -141,7 +160,7 @@ class EngineCore:
         Running requests that were in none of these steps lose their cached keys and values too, and fail likewise;
         waiting ones go on.
         """
-        steps = [step for step, _ in self._in_flight]
+        steps = [step for step, _, _ in self._in_flight]
         if newest is not None and newest not in steps:
             steps.append(newest)  # it never got as far as being dispatched
         self._in_flight.clear()

@@ -124,6 +124,8 @@ class CoreProcess:
                 core.abort(request_ids)
                 for request_id in request_ids if len(self._outputs) > 1 else ():
                     self._clients.pop(request_id, None)
+                if not core.has_work():
+                    self._send_outputs(core.state())
             case ResetPrefixCache():
                 core.reset_prefix_cache()
             case Stop():

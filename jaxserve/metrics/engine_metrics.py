@@ -19,6 +19,7 @@ from jaxserve.metrics.buckets import (
     ITERATION_TOKENS,
     PREEMPTIONS,
     REQUEST_SECONDS,
+    STEP_SECONDS,
     TIME_TO_FIRST_TOKEN_SECONDS,
     one_two_five,
 )
@@ -90,6 +91,8 @@ class EngineMetrics:
         last, self._last = self._last, stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._waiting_for_room.set(stats.num_waiting - stats.num_deferred)
+        self._deferred.set(stats.num_deferred)
         self._cache_usage.set(stats.kv_cache_usage)
         for counter, before, now in (
             (self._cache_queries, last.prefix_cache_queries, stats.prefix_cache_queries),
@@ -101,6 +104,9 @@ class EngineMetrics:
                 counter.inc(now - before)
         if stats.step_tokens:
             self._iteration_tokens.observe(stats.step_tokens)
+            self._step_host.observe(max(0.0, stats.step_host_seconds))
+        if stats.step_device_seconds > 0:
+            self._step_device.observe(stats.step_device_seconds)
 
     def record_prompt(
         self, num_prompt_tokens: int, num_cached_tokens: int, time_to_first_token: float
@@ -108,6 +114,8 @@ class EngineMetrics:
         """Count a prompt at its first token, ``time_to_first_token`` seconds after its arrival."""
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_tokens_cached.inc(num_cached_tokens)
+        self._prompt_tokens_computed.inc(max(0, num_prompt_tokens - num_cached_tokens))
+        self._prompt_tokens_found.inc(num_cached_tokens)
         self._time_to_first_token.observe(max(0.0, time_to_first_token))
 
     def record_tokens(self, num_tokens: int, seconds_since_last: float | None = None) -> None:
@@ -175,6 +183,15 @@ class EngineMetrics:
     def _declare_state(self) -> None:
         self._running = self._gauge("num_requests_running", "Requests in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be scheduled.")
+        by_reason = Gauge(
+            PREFIX + "num_requests_waiting_by_reason",
+            "Requests that wait, for room in the batch (capacity) or for their grammar (deferred).",
+            [*LABELS, "reason"],
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self._waiting_for_room = by_reason.labels(reason="capacity", **self._labels)
+        self._deferred = by_reason.labels(reason="deferred", **self._labels)
         self._cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -182,6 +199,12 @@ class EngineMetrics:
         self._compilations = self._counter("compilations", "Programs compiled after the engine was ready.")
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS
+        )
+        self._step_host = self._histogram(
+            "step_host_seconds", "The host's work in a step, without waiting for the device.", STEP_SECONDS
+        )
+        self._step_device = self._histogram(
+            "step_device_seconds", "The device's work in a step, as the host sees it.", STEP_SECONDS
         )
         self._rejections = Counter(
             PREFIX + "admission_rejections", "Requests refused before admission.", [*LABELS, "reason"],
@@ -193,6 +216,14 @@ class EngineMetrics:
         self._prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
+        by_source = Counter(
+            PREFIX + "prompt_tokens_by_source",
+            "Prompt tokens computed here (local_compute) and found in the prefix cache (local_cache_hit).",
+            [*LABELS, "source"],
+            registry=self.registry,
+        )
+        self._prompt_tokens_computed = by_source.labels(source="local_compute", **self._labels)
+        self._prompt_tokens_found = by_source.labels(source="local_cache_hit", **self._labels)
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TIME_TO_FIRST_TOKEN_SECONDS

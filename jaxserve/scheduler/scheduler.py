@@ -165,6 +165,7 @@ class Scheduler:
             step_tokens=self._step_tokens,
             num_free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
+            num_deferred=len(self._lifecycle.pending),
         )
 
     def _live(self, request_ids: Iterable[str]) -> list[Request]:
