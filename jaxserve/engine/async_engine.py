@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -72,9 +71,7 @@ class AsyncEngine:
         """
         client = CoreClient()
         try:
-            # The limits of the queue are checked here, before a request is tokenized and sent.
-            unlimited = replace(config.scheduler_config, max_num_queued_reqs=None)
-            client.start(replace(config, scheduler_config=unlimited))
+            client.start(config)
             front = Front.load(config.model_config)
             return cls(config, client, front, client.wait_ready())
         except BaseException:

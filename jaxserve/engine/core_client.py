@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -182,7 +182,9 @@ class CoreClient(AttachedCore):
             env={**os.environ, "PYTHONPATH": path},
         )
         assert self._process.stdin is not None
-        payload = pickle.dumps(config)
+        # The limits of the queue are the clients': they refuse a request before it is tokenized and sent.
+        unlimited = replace(config.scheduler_config, max_num_queued_reqs=None)
+        payload = pickle.dumps(replace(config, scheduler_config=unlimited))
         self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
         self._process.stdin.flush()
 

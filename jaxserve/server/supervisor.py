@@ -81,8 +81,7 @@ def run_servers(
         core: CoreClient | None = None
         try:
             core = core_client(config.api_server_count)
-            unlimited = replace(engine_config.scheduler_config, max_num_queued_reqs=None)
-            core.start(replace(engine_config, scheduler_config=unlimited))
+            core.start(engine_config)
             info = core.wait_ready()
             if config.uds is None:
                 config = replace(config, port=sock.getsockname()[1])
