@@ -261,7 +261,8 @@ class JaxModelRunner:
         row = np.int32(self.max_num_seqs)
         self._change_sampler("reset_row", row)
         self._change_sampler("add_history", row, np.full(HISTORY_CHUNK, -1, np.int32), np.int32(0))
-        self._set_masks([])
+        for size in MASK_ROWS:
+            self._set_masks([], size)
         self._change_sampler(
             "set_bias_row", row, np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
         )
@@ -336,7 +337,7 @@ class JaxModelRunner:
             blocks[:num] = patches.blocks[part]
             self.state = self.programs.compiled["patch"](self.state, *map(self._put, (rows, columns, blocks)))
 
-    def _change_sampler(self, name: str, *args: Any) -> None:
+    def _change_sampler(self, name: str | tuple[str, int], *args: Any) -> None:
         sampler = self.programs.compiled[name](self.state.sampler, *map(self._put, args))
         self.state = replace(self.state, sampler=sampler)
 
@@ -390,8 +391,10 @@ class JaxModelRunner:
                 exhausted.add(request_id)
             set_masked(batch.sampling, state.row, True)
             changed.append((state.row, words))
-        for start in range(0, len(changed), MASK_ROWS):
-            self._set_masks(changed[start : start + MASK_ROWS])
+        most = MASK_ROWS[-1]
+        for start in range(0, len(changed), most):
+            part = changed[start : start + most]
+            self._set_masks(part, next(size for size in MASK_ROWS if size >= len(part)))
         return exhausted
 
     def _num_output_tokens(self, state: RowState, scheduler_output: SchedulerOutput) -> int:
@@ -405,12 +408,12 @@ class JaxModelRunner:
         if state.request.sampling_params.needs_penalties:
             self._add_history(state.row, np.asarray(token_ids[1:], np.int32), is_output=1)
 
-    def _set_masks(self, masks: list[tuple[int, np.ndarray]]) -> None:
-        rows = np.full(MASK_ROWS, self.max_num_seqs, np.int32)
-        bits = np.zeros((MASK_ROWS, mask_words(self.model.vocab_size)), np.int32)
+    def _set_masks(self, masks: list[tuple[int, np.ndarray]], size: int) -> None:
+        rows = np.full(size, self.max_num_seqs, np.int32)
+        bits = np.zeros((size, mask_words(self.model.vocab_size)), np.int32)
         for index, (row, words) in enumerate(masks):
             rows[index], bits[index] = row, words
-        self._change_sampler("set_mask_rows", rows, bits)
+        self._change_sampler(("set_mask_rows", size), rows, bits)
 
     def _sampling_rows(self, step: StepBatch, scheduler_output: SchedulerOutput) -> list[tuple[int, str]]:
         num_decode, ids = scheduler_output.num_decode_rows, step.request_ids

@@ -95,7 +95,7 @@ class StepPrograms:
 
     Attributes:
         steps: StepVariant -> compiled ``run_step``.
-        reset_row, add_history, set_mask_rows, set_bias_row, patch: compiled changes of ``DeviceState`` parts.
+        reset_row, add_history, (set_mask_rows, n), set_bias_row, patch: compiled changes of ``DeviceState`` parts.
         slice_hidden: T -> compiled ``slice_hidden``.
         score: compiled ``score_prompt``.
     """
@@ -134,18 +134,20 @@ class StepPrograms:
         sampler = state.sampler
         scalar = Abstract((), jnp.int32)
         int32 = partial(Abstract, dtype=jnp.int32)
-        words, rows = mask_words(self.shapes.vocab_size), sampler_state.MASK_ROWS
+        words = mask_words(self.shapes.vocab_size)
         bias = sampler_state.MAX_LOGIT_BIAS
         history = int32((sampler_state.HISTORY_CHUNK,))
-        arguments = {
+        arguments: dict[Any, tuple[Callable[..., Any], tuple[Abstract, ...]]] = {
             "reset_row": (sampler_state.reset_row, (scalar,)),
             "add_history": (sampler_state.add_history, (scalar, history, scalar)),
-            "set_mask_rows": (sampler_state.set_mask_rows, (int32((rows,)), int32((rows, words)))),
             "set_bias_row": (
                 sampler_state.set_bias_row,
                 (scalar, int32((bias,)), Abstract((bias,), jnp.float32)),
             ),
         }
+        for rows in sampler_state.MASK_ROWS:
+            masks = (int32((rows,)), int32((rows, words)))
+            arguments["set_mask_rows", rows] = (sampler_state.set_mask_rows, masks)
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {
             name: partial(jax.jit(function, donate_argnums=(0,)).lower, sampler, *args)
             for name, (function, args) in arguments.items()

@@ -16,8 +16,8 @@ from jaxserve.sampling_params import MAX_LOGIT_BIAS
 
 HISTORY_CHUNK = 1024
 """Token ids that one ``add_history`` call takes."""
-MASK_ROWS = 8
-"""Rows that one ``set_mask_rows`` call takes."""
+MASK_ROWS = (8, 64)
+"""Rows that ``set_mask_rows`` takes: one program each."""
 MAX_COUNT = 0x7FFF
 """Occurrences are counted up to this many."""
 PROMPT_BIT = 0x8000
@@ -110,8 +110,8 @@ def set_mask_rows(state: SamplerState, rows: jax.Array, bits: jax.Array) -> Samp
     """Replace token masks.
 
     Args:
-        rows: int32[MASK_ROWS], padded with ``max_num_seqs``.
-        bits: int32[MASK_ROWS, W].
+        rows: int32[n], padded with ``max_num_seqs``; n is one of MASK_ROWS.
+        bits: int32[n, W].
     """
     rows = _drop_negative(rows, state.max_num_seqs)
     return replace(state, token_mask=state.token_mask.at[rows].set(bits, mode="drop"))

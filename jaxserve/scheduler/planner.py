@@ -60,14 +60,14 @@ class StepPlanner:
     def _add_running(self, step: StepPlan) -> None:
         running, decode_rows = self.lifecycle.running, step.decode_rows
         spare = self.max_num_batched_tokens - len(running)  # beside the token set aside for each
-        jump = self._jump_tokens() if self.lifecycle.num_constrained else 0
+        hold, jump = self._hold_and_jump() if self.lifecycle.num_constrained else (False, 0)
         for request in running:  # preemption takes from the end: never a request that has its row already
             num_computed = request.num_computed_tokens
             if num_computed >= request.max_computed_tokens:
                 continue  # its last token is in flight
             num_new = len(request.all_token_ids) + request.num_inflight_tokens - num_computed
             if num_new == 1:
-                if request.needs_sync and request.num_inflight_tokens:
+                if request.needs_sync and (hold or request.num_inflight_tokens):
                     continue
                 if num_computed >= request.num_slots and not self._grow(request, 1, step):
                     continue
@@ -76,28 +76,44 @@ class StepPlanner:
                 decode_rows.append(request)
                 continue
             jumps = _jumps(request)
+            if jumps and hold:
+                continue
             if num_granted := self._grow(request, min(num_new, (jump if jumps else spare) + 1, spare + 1), step):
                 spare -= num_granted - 1
                 jump -= num_granted - 1 if jumps else 0
                 step.add(request, num_granted, samples=num_granted == num_new)
         self.lifecycle.drop_finished()
 
-    def _jump_tokens(self) -> int:
-        """Tokens beside one for each row that are free to compute where grammars have appended some.
+    def _hold_and_jump(self) -> tuple[bool, int]:
+        """Whether rows that wait for the host are held back in this step, and how far grammars may jump in it.
 
-        A step's cost follows its padded size. So they fill up the padding, and double the size only where they fill
-        that as well: where a step is limited by arithmetic, anything more would cost the other rows what it saves.
+        Rows that wait for the host go together: in two groups of which one is always in flight, each would be in every
+        other step only. So where most of them are in flight, the others are held until these are read.
+
+        A step's cost follows its padded size. So tokens that grammars appended fill up the padding, and double the
+        size only where they fill that as well: where a step is limited by arithmetic, anything more would cost the
+        other rows what it saves.
+
+        Returns:
+            whether to hold, and the appended tokens that may be computed beside one for each row.
         """
-        num_rows = num_appended = 0
+        num_rows = num_ready = num_in_flight = num_appended = 0
         for request in self.lifecycle.running:
-            if not (request.needs_sync and request.num_inflight_tokens):
+            if not request.needs_sync:
                 num_rows += 1
+            elif request.num_inflight_tokens:
+                num_in_flight += 1
+            elif request.num_computed_tokens >= request.num_prompt_tokens:
+                num_ready += 1
                 if _jumps(request):
                     num_appended += request.num_tokens - request.num_computed_tokens - 1
+        if num_in_flight >= num_ready:
+            return True, 0
+        num_rows += num_ready
         size = SMALLEST_STEP
         while size < num_rows or 2 * size <= num_rows + num_appended:
             size *= 2
-        return size - num_rows
+        return False, size - num_rows
 
     def _grow(self, request: Request, num_new: int, step: StepPlan) -> int:
         """Get slots for a running request's next tokens, preempting from the end if need be.

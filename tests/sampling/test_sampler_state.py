@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sampling import state as sampler_state
-from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_COUNT, PROMPT_BIT, SamplerState
+from jaxserve.sampling.state import HISTORY_CHUNK, MAX_COUNT, PROMPT_BIT, SamplerState
 from jaxserve.sampling_params import MAX_LOGIT_BIAS
 
 pytestmark = pytest.mark.device
@@ -14,6 +14,7 @@ pytestmark = pytest.mark.device
 S, V = 4, 70
 reset_row = jax.jit(sampler_state.reset_row)
 add_history = jax.jit(sampler_state.add_history)
+MASK_ROWS = sampler_state.MASK_ROWS[0]
 set_mask_rows = jax.jit(sampler_state.set_mask_rows)
 set_bias_row = jax.jit(sampler_state.set_bias_row)
 set_last_token = jax.jit(sampler_state.set_last_token)
