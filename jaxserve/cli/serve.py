@@ -14,6 +14,7 @@ from jaxserve.config.config_file import FLAG, expand_config_file
 from jaxserve.engine.front import read_chat_template
 from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging, log_level
+from jaxserve.parsers.registry import check_names
 
 API_KEY_VARIABLE = "JAXSERVE_API_KEY"
 DEV_MODE_VARIABLE = "JAXSERVE_SERVER_DEV_MODE"
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
     configure_logging(getattr(arguments, "log_level", None))
     engine_config, server_config = configs_from(arguments)
+    check_names(server_config.tool_call_parser, server_config.reasoning_parser)
     chat_template = read_chat_template(engine_config.model_config.chat_template)
 
     # The engine's code is imported after the command line is known to be right.

@@ -172,6 +172,16 @@ class ParserSet:
         return sorted({token_id for token_id in ids if token_id is not None})
 
 
+def check_names(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Look the flags' values up, before anything is loaded.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    flags = (tool_call_parser, reasoning_parser)
+    ParserSet(ParserNames(*(None if flag == AUTO else flag for flag in flags)), None)
+
+
 def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:
     """The id of a special token; None if the tokenizer has no special token of that text."""
     ids = tokenizer.encode(token, add_special_tokens=False)

@@ -8,14 +8,16 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import CHAT_TEMPLATE, FakeEngine
+from fake_engine import CHAT_TEMPLATE, FakeEngine, FakeTokenizer
 from http_support import chunks, client_of, error
 from live_server import live_server
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
+from jaxserve.reasoning_params import ReasoningParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.app import create_app
-from jaxserve.server.openai.tools import calls_schema
+from jaxserve.server.openai.tools import calls_schema, check_tools
 
 pytestmark = pytest.mark.anyio
 
@@ -389,3 +391,69 @@ async def test_openai_client():
             ]
             await client.chat.completions.create(model="m", messages=again, tools=[TOOL])
             assert "sunny" in engine.admitted[-1].prompt
+
+
+async def test_tokenize_counts_tools():
+    engine = FakeEngine()
+    async with client_of(create_app(engine, ServerConfig(), ["m"], chat_template=TEMPLATE)) as client:
+        counts = []
+        for tools in (None, [TOOL]):
+            response = await client.post("/tokenize", json={"messages": HELLO, "tools": tools})
+            counts.append(response.json()["count"])
+        assert counts[1] == counts[0] + len("[get_weather]")
+        error(await client.post("/tokenize", json={"prompt": "x", "tools": [TOOL]}), 400, "tools")
+        error(await client.post("/tokenize", json={"messages": HELLO, "tools": []}), 400, "tools")
+
+
+async def test_a_budget_needs_a_token_that_ends_the_reasoning():
+    _, response = await ask(THOUGHT, template=THINKING, thinking_token_budget=5)
+    error(response, 400, "thinking_token_budget")
+    _, response = await ask(THOUGHT, template=THINKING, thinking_token_budget=-2)
+    error(response, 400, "thinking_token_budget")
+    _, response = await ask(THOUGHT, template=THINKING, thinking_token_budget=-1)
+    assert response.status_code == 200
+
+
+class ThinkTokens(FakeTokenizer):
+    """``<think>`` and ``</think>`` as single tokens."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        special = {"<think>": 1, "</think>": 2}
+        return (
+            [special[text]]
+            if text in special
+            else super().encode(text, add_special_tokens=add_special_tokens)
+        )
+
+
+async def plan_of(body: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    engine = FakeEngine(output="<think>Hm.</think>" + '{"city": "Paris"}', once=True)
+    engine.tokenizer = ThinkTokens()
+    async with client_of(create_app(engine, ServerConfig(), ["m"], chat_template=THINKING)) as client:
+        response = await client.post("/v1/chat/completions", json={"messages": HELLO, **body})
+    assert response.status_code == 200, response.text
+    return engine.admitted[0].params, response.json()["choices"][0]["message"]
+
+
+async def test_reasoning_is_left_out_of_grammars():
+    named = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    for body in (named, {"response_format": {"type": "json_object"}}):
+        params, message = await plan_of(body)
+        assert params.reasoning == ReasoningParams(start_token_id=1, end_token_ids=[2])
+        assert message["reasoning"] == "Hm."
+    params, message = await plan_of({**named, "reasoning_effort": "none"})
+    assert params.reasoning is None, "the prompt has ended it"
+    assert message["tool_calls"][0]["function"]["arguments"].startswith("<think>"), (
+        "no grammar would allow this"
+    )
+
+
+async def test_a_budget_reaches_the_engine():
+    params, _ = await plan_of({"thinking_token_budget": 5})
+    assert params.reasoning == ReasoningParams(start_token_id=1, end_token_ids=[2], budget=5)
+    params, _ = await plan_of({})
+    assert params.reasoning is None
+
+
+def test_a_tool_without_parameters_takes_none():
+    assert check_tools([NOW])[0]["function"]["parameters"]["additionalProperties"] is False

@@ -62,6 +62,7 @@ async def begin_chat(service: GenerationService, body: ChatCompletionRequest, ca
         reasoning_effort=body.reasoning_effort,
         thinking_token_budget=body.thinking_token_budget,
         template_kwargs=body.chat_template_kwargs,
+        template=body.chat_template,
     )
     params = _sampling_params(service, body)
     prompt = await chat_prompt(

@@ -16,6 +16,8 @@ from jaxserve.server.openai.chat_prompt import chat_prompt
 from jaxserve.server.openai.messages import ChatMessage, check_messages
 from jaxserve.server.openai.requests import STRICT
 from jaxserve.server.openai.responses import DetokenizeBody, TokenizeBody, json_response
+from jaxserve.server.openai.tool_output import plan_output
+from jaxserve.server.openai.tools import ToolField, check_tools
 
 
 class TokenizeRequest(BaseModel):
@@ -36,11 +38,17 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: (
+        Annotated[list[dict[str, Any]], PlainValidator(check_tools, json_schema_input_type=list[ToolField])]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        if self.tools is not None and self.messages is None:
+            raise InvalidRequestError("tools need messages.", param="tools")
         return self
 
 
@@ -86,11 +94,13 @@ async def _text(service: GenerationService, body: TokenizeRequest) -> tuple[str,
     """The text to tokenize, and whether special tokens are to be added to it."""
     if body.messages is None:
         return body.prompt or "", body.add_special_tokens is not False
+    plan = plan_output(service, body.messages, tools=body.tools, template_kwargs=body.chat_template_kwargs)
     text = await chat_prompt(
         service,
-        body.messages,
+        plan.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        kwargs=body.chat_template_kwargs,
+        tools=plan.tools,
+        kwargs=plan.template_kwargs,
     )
     return text, bool(body.add_special_tokens)

@@ -182,6 +182,7 @@ def plan_output(
     reasoning_effort: str | None = None,
     thinking_token_budget: int | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> OutputPlan:
     """The plan of a request.
 
@@ -194,12 +195,15 @@ def plan_output(
         reasoning_effort: one of EFFORTS.
         thinking_token_budget: tokens of reasoning at most; None or -1 is no limit.
         template_kwargs: the request's own variables for the template; they win.
+        template: the request's own template, where the server takes one.
 
     Raises:
         InvalidRequestError: naming the parameter.
     """
     choice = resolve_choice(tool_choice, tools)
-    template = chat_template.template_text(service.tokenizer, service.chat_template, has_tools=bool(tools))
+    template = chat_template.template_text(
+        service.tokenizer, template or service.chat_template, has_tools=bool(tools)
+    )
     kwargs = {**_effort_kwargs(template, reasoning_effort), **(template_kwargs or {})}
     plan = OutputPlan(
         service.parsers,

@@ -15,6 +15,8 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function that says nothing about its parameters: it takes none."""
 MODES = ("none", "auto", "required")
 
 Mode = Literal["none", "auto", "required"]
@@ -110,7 +112,7 @@ def _check_tool(tool: Any, path: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{path}.description must be a string.", param=f"{path}.description")
     if not isinstance(given.get("strict", False), bool):
         raise InvalidRequestError(f"{path}.strict must be true or false.", param=f"{path}.strict")
-    _check_parameters(given.setdefault("parameters", {"type": "object", "properties": {}}), path)
+    _check_parameters(given.setdefault("parameters", dict(NO_PARAMETERS)), path)
     return {"type": "function", "function": given}
 
 
