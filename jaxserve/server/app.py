@@ -87,7 +87,7 @@ def create_app(
     app.include_router(invocation_routes(app.router))
     app.include_router(operation_routes(service, metrics, config))
     install_error_handlers(app)
-    install_openapi(app)
+    install_openapi(app, names)
     _add_middleware(app, config, HTTPMetrics(metrics.registry))
     return app
 

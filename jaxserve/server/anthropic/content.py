@@ -63,17 +63,21 @@ class ThinkingBlock(BaseModel):
     signature: str | None = None
 
 
-Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
-    Field(discriminator="type"),
-]
+class UserMessage(BaseModel):
+    """What the user says, and what tools returned."""
+
+    role: Literal["user"]
+    content: str | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
-class Message(BaseModel):
-    """One turn. Only text is supported."""
+class AssistantMessage(BaseModel):
+    """What the model said, thought and called."""
 
-    role: Literal["user", "assistant"]
-    content: str | list[Block]
+    role: Literal["assistant"]
+    content: str | list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+
+
+Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
 # --- checking ----------------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ class InputCallOutput(BaseModel):
     output: str | list[InputText]
 
 
+class SummaryPart(BaseModel):
+    type: Literal["summary_text"]
+    text: str
+
+
 class ReasoningPart(BaseModel):
     type: Literal["reasoning_text"]
     text: str
@@ -77,7 +82,7 @@ class InputReasoning(BaseModel):
     """What the model thought."""
 
     type: Literal["reasoning"]
-    summary: list[Any]
+    summary: list[SummaryPart]
     content: list[ReasoningPart] | None = None
 
 
