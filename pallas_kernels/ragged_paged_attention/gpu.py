@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
+from pallas_kernels.kv_cache_update.quantized import FLOAT8, to_cache_type
 from pallas_kernels.ragged_paged_attention.gpu_decode import (
     DecodeConfig,
     DecodePlan,
@@ -64,8 +65,12 @@ def supported(
     name = jnp.dtype(dtype).name
     if name not in ("bfloat16", "float16"):
         return f"the Hopper kernels take bfloat16 or float16, not {name}; {PORTABLE}"
-    if kv_dtype is not None and jnp.dtype(kv_dtype).name != name:
-        return f"the Hopper kernels read a cache of the queries' type, not {jnp.dtype(kv_dtype).name}; {PORTABLE}"
+    kv_name = name if kv_dtype is None else jnp.dtype(kv_dtype).name
+    if kv_name not in (name, FLOAT8.name):
+        return (
+            f"the Hopper kernels read a cache of the queries' type or float8, not {kv_name}: "
+            f"set --kv-cache-dtype to auto or fp8; {PORTABLE}"
+        )
     if not 1 <= head_size <= 256:
         return f"the Hopper kernels take head sizes to 256, not {head_size}; {PORTABLE}"
     if not 1 <= group <= 16:
@@ -191,8 +196,8 @@ class GpuBackend:
         """Write the new keys and values, then attend.
 
         Args:
-            q: [T, H, D]; k, v: [T, K, D]; all of the cache's type.
-            kv_cache: of ``kv_cache_shape``; changed in place where it is donated.
+            q: [T, H, D]; k, v: [T, K, D].
+            kv_cache: of ``kv_cache_shape``, in q's type or float8; changed in place where it is donated.
             metadata: the step's batch, rows ordered decode first.
             options: scale, window, soft cap.
             sinks: [H] extra logits of the softmax's denominator.
@@ -214,6 +219,7 @@ class GpuBackend:
             )
         if stored != head_size:
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - head_size))) for x in (q, k, v))
+        k, v = (to_cache_type(x, kv_cache.dtype) for x in (k, v))
         attend = self._decode_step if plan.prefill is None else self._mixed_step
         out, kv_cache = attend(q, k, v, kv_cache, metadata, options, sinks, plan)
         return out[:, :, :head_size], kv_cache

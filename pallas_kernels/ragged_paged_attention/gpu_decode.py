@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, store
+from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, copy_layout, store
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -184,8 +184,9 @@ def decode_attention(
     """Write the decoding rows' new keys and values into ``kv_cache`` and attend.
 
     Args:
-        q: [T, H, D]; k, v: [T, K, D]: token r belongs to decoding row r. bfloat16 or float16.
-        kv_cache: reference to [2, num_blocks, K, block_size, D], changed in place.
+        q: [T, H, D]: token r belongs to decoding row r. bfloat16 or float16.
+        k, v: [T, K, D], in the cache's type.
+        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type or float8; changed in place.
         plan: of this batch; its ``counters`` a reference.
         sinks: [H] extra logits of the denominator.
         out: reference to [T, H, D] that takes the decoding rows' results; without it they are returned.
@@ -203,7 +204,7 @@ def decode_attention(
     columns = columns_of(group)
     case = _Case(
         config, options, group, columns, head_size, block_size, writes_all_rows=out is None,
-        has_sinks=sinks is not None, atomic=interpret is None,
+        has_sinks=sinks is not None, atomic=interpret is None, widens=kv_cache.dtype != q.dtype,
     )  # fmt: skip
     ctas = plan.stretches.shape[0] * num_kv_heads
     slots = ctas * (config.max_chunks + 1)
@@ -222,7 +223,7 @@ def decode_attention(
         out_type=(*result, *partials),
         grid=(ctas,),
         grid_names=("cta",),
-        scratch_types=_scratch(case, q.dtype),
+        scratch_types=_scratch(case, q.dtype, kv_cache.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
         kernel_name="paged_decode",
         interpret=interpret,
@@ -243,6 +244,8 @@ class _Case:
     writes_all_rows: bool
     has_sinks: bool
     atomic: bool
+    widens: bool
+    """The cache is float8: tiles arrive in buffers of their own and are widened before they are used."""
 
     @property
     def queries_fill_tiles(self) -> bool:
@@ -256,15 +259,18 @@ class _Case:
         return max(width * 8 * 128 // (self.columns * self.head_size), 1)
 
 
-def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
+def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     columns, head_size, step, stages = case.columns, case.head_size, case.config.step, case.config.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     copies = 2 * blocks_per_step(step, case.block_size)
+    tiles = 1 if case.widens else stages
+    arriving = plgpu.SMEM((stages, step, head_size), kv_dtype)
     return dict(
-        k_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
-        v_s=plgpu.SMEM((stages, step, head_size), dtype, transforms=tiled),
+        k_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
+        v_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
+        **(dict(k_in=arriving, v_in=arriving) if case.widens else {}),
         # This piece's queries and the next one's; or only this one's, and both as they come, with rows to read past
         # the second group's end.
         **(
@@ -275,7 +281,7 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
                 q_in=plgpu.SMEM((case.group + columns, head_size), dtype),
             )
         ),
-        new_s=plgpu.SMEM((2, 2, head_size), dtype),
+        new_s=plgpu.SMEM((2, 2, head_size), kv_dtype),
         weights_or_count=plgpu.RefUnion(
             plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
         ),
@@ -308,7 +314,9 @@ def _kernel_body(case: _Case):
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
         k_s, v_s, q_s, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full, q_in=None,
+        k_in=None, v_in=None,
     ):  # fmt: skip
+        arriving = (k_in, v_in) if case.widens else (k_s, v_s)
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
         counters, cache, out, part, stat = refs
         p_s, count_s = weights_or_count
@@ -328,7 +336,7 @@ def _kernel_body(case: _Case):
             if block_size >= step_size:
                 at = lax.rem(step * step_size, block_size)
                 inside = pl.ds(pl.multiple_of(at, step_size), step_size)
-                for half, buffer in enumerate((k_s, v_s)):
+                for half, buffer in enumerate(arriving):
                     plgpu.copy_gmem_to_smem(
                         cache.at[half, blocks[0], head, inside], buffer.at[slot], kv_full.at[slot]
                     )
@@ -340,7 +348,7 @@ def _kernel_body(case: _Case):
 
                 @pl.when(inside)
                 def _copy(block=block, target=target):
-                    for half, buffer in enumerate((k_s, v_s)):
+                    for half, buffer in enumerate(arriving):
                         plgpu.copy_gmem_to_smem(
                             cache.at[half, block, head], buffer.at[slot, target], kv_full.at[slot]
                         )
@@ -376,6 +384,20 @@ def _kernel_body(case: _Case):
                 plgpu.copy_gmem_to_smem(k.at[row, head], new_s.at[side, 0], new_full.at[side])
                 plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
 
+        def widened(value):
+            return value.astype(jnp.float32).astype(q.dtype) if case.widens else value
+
+        def widen(slot):
+            """Bring a float8 tile where the products want it, in their type."""
+            for begin in range(0, head_size, 64):
+                part_of_head = pl.ds(begin, 64)
+                for source, target in ((k_in, k_s), (v_in, v_s)):
+                    value = plgpu.load(
+                        source.at[slot, :, part_of_head], layout=copy_layout(step_size, 64), optimized=False
+                    )
+                    target[0, :, part_of_head] = widened(value)
+            plgpu.commit_smem()
+
         def patch(slot, row, step, piece, last, length):
             """Put the new token into the loaded tile, zero its masked values, and write the token to the cache."""
             side = lax.rem(piece, 2)
@@ -398,6 +420,7 @@ def _kernel_body(case: _Case):
                 for i, buffer in enumerate((k_s, v_s)):
                     tile_ref = buffer.at[slot, :, part_of_head]
                     new = plgpu.load(new_s.at[side, i, part_of_head], layout=column_layout, optimized=False)
+                    new = widened(new)
                     old = plgpu.load(tile_ref, layout=plgpu.Layout.WGMMA)
                     if buffer is v_s:
                         old = jnp.where(seen, old, jnp.zeros_like(old))
@@ -507,6 +530,10 @@ def _kernel_body(case: _Case):
                 done, ahead, (top, total, acc) = carry
                 slot = lax.rem(done, stages)
                 plgpu.barrier_wait(kv_full.at[slot])
+                if case.widens:
+                    widen(slot)
+                    ahead = prefetch(ahead, slot)
+                    slot = 0
                 needs_patch = at == last - 1
                 if window is not None:
                     needs_patch |= at == first
@@ -539,7 +566,8 @@ def _kernel_body(case: _Case):
                     return acc_ref[...]
 
                 weighted = pl.run_scoped(values, plgpu.ACC((head_size, columns), jnp.float32))
-                ahead = prefetch(ahead, slot)
+                if not case.widens:
+                    ahead = prefetch(ahead, slot)
                 total = total * over_rows(shrink, step_size) + p
                 return done + 1, ahead, (new_top, total, acc * over_rows(shrink, head_size) + weighted)
 

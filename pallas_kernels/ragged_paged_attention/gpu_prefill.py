@@ -170,7 +170,7 @@ def prefill_attention(
 
     Args:
         q: [T, H, D], bfloat16 or float16.
-        kv_cache: reference to [2, num_blocks, K, block_size, D], the new tokens written already.
+        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type or float8, the new tokens written already.
         plan: of this batch.
         sinks: [H] extra logits of the denominator.
         out: reference to [T, H, D].
@@ -189,7 +189,10 @@ def prefill_attention(
     step, stages = config.step, config.stages
     copies = max(step // block_size, 1)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    query_buffers = QUERY_BUFFERS if head_size <= 128 else 1
+    # A float8 cache's tiles arrive in memory of their own, which the second query buffer leaves to them.
+    widens = kv_cache.dtype != q.dtype
+    query_buffers = QUERY_BUFFERS if head_size <= 128 and not widens else 1
+    arriving = (2 if head_size <= 128 else 1) if widens else 0
     scratch = dict(
         q_s=plgpu.SMEM((query_buffers, CONSUMERS, ROWS, head_size), q.dtype, transforms=tiled),
         k_s=plgpu.SMEM((stages, step, head_size), q.dtype, transforms=tiled),
@@ -204,11 +207,23 @@ def prefill_attention(
         q_free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=query_buffers),
         turn=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
+    if widens:
+        scratch["kv_in"] = plgpu.SMEM((arriving, step, head_size), kv_cache.dtype)
+        scratch["kv_arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=arriving)
     if interpret is not None:  # which knows no product of registers with shared memory
         scratch["p_s"] = plgpu.SMEM((CONSUMERS, ROWS, step), q.dtype, transforms=tiled)
     plgpu.kernel(
         _kernel_body(
-            config, options, shape, group, head_size, block_size, query_buffers, sinks is not None, num_sms
+            config,
+            options,
+            shape,
+            group,
+            head_size,
+            block_size,
+            query_buffers,
+            sinks is not None,
+            num_sms,
+            arriving,
         ),
         out_type=(),
         grid=(num_sms,),
@@ -234,7 +249,7 @@ def _sinks_by_row(sinks: jax.Array, num_kv_heads: int, group: int, shape: TileSh
 
 def _kernel_body(
     config: PrefillConfig, options: AttentionOptions, shape: TileShape, group: int, head_size: int, block_size: int,
-    query_buffers: int, has_sinks: bool, num_ctas: int,
+    query_buffers: int, has_sinks: bool, num_ctas: int, arriving: int,
 ):  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -251,6 +266,7 @@ def _kernel_body(
     def paged_prefill(
         tiles, counts, tables, lengths, q, *refs,
         q_s, k_s, v_s, row_s, k_full, v_full, v_edge, q_full, k_free, v_free, q_free, turn, p_s=None,
+        kv_in=None, kv_arrived=None,
     ):  # fmt: skip
         sinks, (cache, out) = (refs[0], refs[1:]) if has_sinks else (None, refs)
         num_kv_heads, table_width = cache.shape[2], tables.shape[1]
@@ -291,6 +307,36 @@ def _kernel_body(
             for i, block in enumerate(blocks):
                 target = buffer.at[slot, pl.ds(i * block_size, block_size)]
                 plgpu.copy_gmem_to_smem(cache.at[half, block, kv_head], target, full)
+
+        def load_narrow(number, row, first, end, kv_head):
+            """Start loading a float8 tile: keys and values of the steps from ``first`` to ``end``, in turn."""
+            step, half = first + lax.div(number, 2), lax.rem(number, 2)
+            place = lax.rem(number, arriving)
+
+            @pl.when(step < end)
+            def _load():
+                blocks = block_ids(row, step)
+                for which in range(2):
+                    pl.when(half == which)(
+                        lambda which=which: load(
+                            which, kv_in, kv_arrived.at[place], place, blocks, kv_head, step
+                        )
+                    )
+
+        def widen(number, target):
+            """Wait for a float8 tile and bring it where the products want it, in their type."""
+            place = lax.rem(number, arriving)
+            plgpu.barrier_wait(kv_arrived.at[place])
+            for begin in range(0, step_size, 64):
+                for column in range(0, head_size, 64):
+                    part = pl.ds(begin, 64), pl.ds(column, 64)
+                    value = plgpu.load(kv_in.at[place, *part], layout=copy_layout(64, 64), optimized=False)
+                    target[part] = value.astype(jnp.float32).astype(q.dtype)
+            plgpu.commit_smem()
+
+        def arrive(full):
+            for _ in range(per_step):  # the arrivals which the copies would make
+                plgpu.barrier_arrive(full)
 
         def load_queries(i):
             """Bring the i-th item's queries in, by way of registers: their tokens begin anywhere, and the copy engine
@@ -359,6 +405,24 @@ def _kernel_body(
                 # By the third step's load the item before is done with, hence the other query buffer is free.
                 queries_at = jnp.where(i + 1 < num_own, jnp.minimum(begin + 2, end - 1), -1)
 
+                def unseen_in(step):
+                    unseen = (step + 1) * step_size > length
+                    return unseen if window is None else unseen | (step * step_size < oldest)
+
+                def one_narrow_step(step, _):
+                    count = done + step - begin
+                    slot = lax.rem(count, stages)
+                    for half, tile_s, free, full in ((0, k_s, k_free, k_full), (1, v_s, v_free, v_full)):
+                        number = 2 * (step - begin) + half
+                        pl.when(count >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                        widen(number, tile_s.at[slot])
+                        load_narrow(number + arriving, row, begin, end, kv_head)
+                        if half:
+                            pl.when(unseen_in(step))(
+                                lambda: zero_unseen_values(slot, step * step_size, oldest, length)
+                            )
+                        arrive(full.at[slot])
+
                 def one_step(step, _):
                     count = done + step - begin
                     slot = lax.rem(count, stages)
@@ -366,9 +430,7 @@ def _kernel_body(
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(k_free.at[slot]))
                     load(0, k_s, k_full.at[slot], slot, blocks, kv_head, step)
                     pl.when(count >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                    unseen = (step + 1) * step_size > length
-                    if window is not None:
-                        unseen |= step * step_size < oldest
+                    unseen = unseen_in(step)
 
                     @pl.when(jnp.logical_not(unseen))
                     def _values():
@@ -379,13 +441,15 @@ def _kernel_body(
                         load(1, v_s, v_edge, slot, blocks, kv_head, step)
                         plgpu.barrier_wait(v_edge)
                         zero_unseen_values(slot, step * step_size, oldest, length)
-                        for _ in range(per_step):  # the arrivals which the copies would make
-                            plgpu.barrier_arrive(v_full.at[slot])
+                        arrive(v_full.at[slot])
 
                     if ahead:
                         pl.when(step == queries_at)(lambda: load_queries(i + 1))
 
-                lax.fori_loop(begin, end, one_step, None)
+                if arriving:
+                    for number in range(arriving):
+                        load_narrow(jnp.int32(number), row, begin, end, kv_head)
+                lax.fori_loop(begin, end, one_narrow_step if arriving else one_step, None)
                 return done + end - begin
 
             done = lax.fori_loop(0, num_own, one_item, jnp.int32(0))

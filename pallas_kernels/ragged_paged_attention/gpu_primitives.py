@@ -21,7 +21,7 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def copy_layout(rows: int, head_size: int) -> Any:
-    """Registers of one warpgroup for moving [rows, head_size] 16-bit values between global and swizzled memory.
+    """Registers of one warpgroup for moving [rows, head_size] values of 16 bits between global and swizzled memory.
 
     A warp moves whole 128-byte lines, 16 bytes a lane (8 where there are fewer than 1,024 values).
     """

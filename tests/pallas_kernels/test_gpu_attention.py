@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import needs_mosaic_gpu, run, strict, unexpected_races
-from ragged_batches import RaggedBatch, ragged_batch
+from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend, device_why_not, stored_head_size, supported
@@ -64,8 +64,9 @@ def check(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, capsys, 
     assert not unexpected_races(capsys.readouterr().out)
 
 
-def decode_batch(rows: list[int], **kwargs) -> RaggedBatch:
+def decode_batch(rows: list[int], kv_dtype="bfloat16", **kwargs) -> RaggedBatch:
     batch = ragged_batch([(context, 1) for context in rows], pad_tokens=2, dtype=jnp.bfloat16, **kwargs)
+    batch = replace(batch, kv_cache=in_cache_type(batch.kv_cache, kv_dtype))
     return replace(batch, metadata=replace(batch.metadata, decode_only=True))
 
 
@@ -82,6 +83,11 @@ DECODE = {
     "block of 8": (dict(rows=[70, 200], block_size=8), {}),
     "window": (dict(rows=[70, 500]), dict(sliding_window=100)),
     "soft cap": (dict(rows=[70, 200]), dict(soft_cap=2.0)),
+    "float8 cache": (dict(rows=[1, 64, 65, 300], kv_dtype="float8_e4m3fn"), {}),
+    "float8 cache, head of 128, group of 8, window": (
+        dict(rows=[70, 500], kv_dtype="float8_e4m3fn", heads=8, kv_heads=1, head_size=128, block_size=64),
+        dict(sliding_window=100),
+    ),
 }
 
 
@@ -109,6 +115,11 @@ MIXED = {
     "block of 128": (dict(rows=[(300, 60)], block_size=128), {}),
     "window": (dict(rows=[(40, 1), (300, 60), (90, 90)]), dict(sliding_window=50)),
     "soft cap": (dict(rows=[(100, 60)]), dict(soft_cap=2.0)),
+    "float8 cache": (dict(rows=[(40, 1), (150, 33), (5, 2)], kv_dtype="float8_e4m3fn"), {}),
+    "float8 cache, head of 256, window": (
+        dict(rows=[(200, 60)], kv_dtype="float8_e4m3fn", head_size=256, block_size=64, heads=2, kv_heads=1),
+        dict(sliding_window=50),
+    ),
 }
 
 
@@ -117,7 +128,10 @@ MIXED = {
 def test_mixed(name, capsys):
     batch, options = MIXED[name]
     defaults = {"heads": 4, "kv_heads": 2, "head_size": 64, "dtype": jnp.bfloat16, "seed": len(name)}
-    check(ragged_batch(**{**defaults, **batch}), AttentionOptions(scale=0.2, **options), capsys=capsys)
+    kv_dtype = batch.get("kv_dtype", "bfloat16")
+    made = ragged_batch(**{k: v for k, v in {**defaults, **batch}.items() if k != "kv_dtype"})
+    made = replace(made, kv_cache=in_cache_type(made.kv_cache, kv_dtype))
+    check(made, AttentionOptions(scale=0.2, **options), capsys=capsys)
 
 
 @needs_mosaic_gpu
@@ -174,10 +188,12 @@ def test_a_live_row_in_the_wrong_program_shows():
 
 
 SHAPES = [
-    # heads, kv heads, head size, block size, dtype
+    # heads, kv heads, head size, block size, dtype[, the cache's]
     (32, 8, 128, 16, "bfloat16"), (64, 8, 128, 64, "bfloat16"), (16, 8, 128, 256, "float16"),
     (12, 2, 64, 32, "bfloat16"), (32, 2, 80, 16, "bfloat16"), (8, 4, 256, 16, "bfloat16"),
     (5, 1, 192, 8, "bfloat16"), (13, 1, 96, 128, "bfloat16"),
+    (32, 8, 128, 16, "bfloat16", "float8_e4m3fn"), (4, 2, 256, 64, "float16", "float8_e4m3fn"),
+    (6, 2, 64, 128, "bfloat16", "float8_e4m3fn"),
 ]  # fmt: skip
 OPTIONS = [
     AttentionOptions(scale=0.1), AttentionOptions(scale=0.1, sliding_window=4096, soft_cap=50.0),
@@ -186,9 +202,11 @@ OPTIONS = [
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("heads,kv_heads,head_size,block_size,dtype", SHAPES)
-def test_lowers_for_hopper_in_place(heads, kv_heads, head_size, block_size, dtype, options):
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_lowers_for_hopper_in_place(shape, options):
     """Mosaic takes both programs for the card's 132 multiprocessors, and they alias their cache."""
+    heads, kv_heads, head_size, block_size, dtype, kv_dtype = (*shape, shape[4])[:6]
+    assert supported(head_size, heads // kv_heads, block_size, dtype, options, kv_dtype) is None
     num_rows, width = 24, 40
     ours = GpuBackend(num_sms=132)
 
@@ -204,7 +222,7 @@ def test_lowers_for_hopper_in_place(heads, kv_heads, head_size, block_size, dtyp
             int32(num_tokens), int32(num_tokens), decode_only=decode_only,
         )  # fmt: skip
         q, k = (jax.ShapeDtypeStruct((num_tokens, h, head_size), dtype) for h in (heads, kv_heads))
-        cache = jax.ShapeDtypeStruct(ours.kv_cache_shape(99, block_size, kv_heads, head_size), dtype)
+        cache = jax.ShapeDtypeStruct(ours.kv_cache_shape(99, block_size, kv_heads, head_size), kv_dtype)
         sinks = jax.ShapeDtypeStruct((heads,), jnp.float32)
         traced = jax.jit(step, donate_argnums=3).trace(q, k, k, cache, metadata, sinks)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
