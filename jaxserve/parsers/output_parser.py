@@ -19,6 +19,11 @@ from jaxserve.parsers.interface import (
 )
 
 
+MAX_PIECE = 2048
+"""Characters that are parsed at once. How a text is cut changes nothing, and parsers take their buffers apart from the
+front: a long one full of tags would be copied for each of them."""
+
+
 class OutputParser:
     """Parses one choice, fed with its text as it comes.
 
@@ -59,7 +64,10 @@ class OutputParser:
             return [ContentDelta(text)] if text else []
         if not self._end_seen:
             self._count(token_ids)
-        return self._keep(self._parse(text))
+        deltas: list[OutputDelta] = []
+        for start in range(0, len(text), MAX_PIECE):
+            deltas += self._keep(self._parse(text[start : start + MAX_PIECE]))
+        return deltas
 
     @property
     def num_reasoning_tokens(self) -> int:

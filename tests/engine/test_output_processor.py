@@ -178,6 +178,14 @@ def test_a_stop_token_has_no_text_unless_asked_for():
         assert final.outputs[0].stop_reason == ids("b")[0]
 
 
+def test_special_tokens_that_a_parser_needs_are_shown():
+    for shown, text in (([EOS], "a<eos>b"), (None, "ab")):
+        harness = Harness()
+        harness.add(shown_special_tokens=shown, ignore_eos=True)
+        (final,) = harness.step(out([*ids("a"), EOS, *ids("b")], finish="length"))
+        assert final.outputs[0].text == text
+
+
 def test_the_end_of_sequence_token_has_no_stop_reason():
     harness = Harness()
     harness.add()
