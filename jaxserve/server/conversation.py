@@ -6,11 +6,12 @@ and render the deltas that a Reply reads.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.errors import QueueFullError
+from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import OutputDelta, OutputParser
 from jaxserve.sampling_params import SamplingParams
@@ -31,8 +32,10 @@ class Conversation:
         tool_choice: None is ``auto`` with tools.
         parallel_tool_calls: False allows one call at most.
         reasoning_effort: ``none`` to ``max``; None leaves it to the template.
+        thinking_token_budget: tokens of reasoning at most.
         continue_final_message: go on with the last message instead of beginning a new one.
         template_kwargs: further variables of the chat template.
+        names: how the protocol spells parameters that chat completions spell otherwise: errors name those.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,8 +43,22 @@ class Conversation:
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @contextlib.contextmanager
+    def errors_by_name(self) -> Generator[None, None, None]:
+        """Errors raised in here name the protocol's own parameters."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            name = self.names.get(error.param or "")
+            if name is None or error.param is None:
+                raise
+            message = error.message.replace(error.param, name)
+            raise type(error)(message, param=name, code=error.code) from None
 
 
 def thinking_switches(service: GenerationService) -> list[str]:
@@ -57,15 +74,17 @@ async def render(service: GenerationService, conversation: Conversation) -> tupl
     Raises:
         InvalidRequestError: there is no template, it refuses this conversation, or the model has no such tools.
     """
-    plan = plan_output(
-        service,
-        conversation.messages,
-        tools=conversation.tools or None,
-        tool_choice=conversation.tool_choice,
-        parallel_tool_calls=conversation.parallel_tool_calls,
-        reasoning_effort=conversation.reasoning_effort,
-        template_kwargs=conversation.template_kwargs,
-    )
+    with conversation.errors_by_name():
+        plan = plan_output(
+            service,
+            conversation.messages,
+            tools=conversation.tools or None,
+            tool_choice=conversation.tool_choice,
+            parallel_tool_calls=conversation.parallel_tool_calls,
+            reasoning_effort=conversation.reasoning_effort,
+            thinking_token_budget=conversation.thinking_token_budget,
+            template_kwargs=conversation.template_kwargs,
+        )
     prompt = await chat_prompt(
         service,
         plan.messages,
@@ -94,7 +113,8 @@ async def submit(
         EngineDeadError: the engine core died.
     """
     plan, prompt = await render(service, conversation)
-    params = plan.sampling_params(params, prompt)
+    with conversation.errors_by_name():
+        params = plan.sampling_params(params, prompt)
     submission = await service.submit(
         request_id,
         [prompt],

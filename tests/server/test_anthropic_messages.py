@@ -302,6 +302,12 @@ async def test_thinking(stream):
     assert engine.admitted[-1].prompt.endswith("<assistant>")
 
 
+async def test_a_budget_needs_a_token_that_ends_the_thinking():
+    asked = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    response = await ask_scripted(ScriptedEngine({"": "x"}), asked, chat_template=THINKS)
+    refused(response, 400, message="thinking.budget_tokens is not supported with this model")
+
+
 async def test_a_model_that_does_not_think(ask):
     refused(await ask(thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000), 400)
     assert (await ask(thinking={"type": "disabled"})).status_code == 200
@@ -358,7 +364,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"thinking": {"type": "adaptive", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"output_config": {"effort": "high"}}, "effort"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"temperature": 9}, "temperature"),
         ({"stop_sequences": [""]}, "stop"),

@@ -267,7 +267,7 @@ async def test_reasoning_can_be_left_out_or_turned_off():
     assert engine.admitted[1].prompt.endswith("<think></think>")
     assert body["reasoning"] == {"effort": "none", "summary": None}
     refused = await ask(engine, {"reasoning": {"effort": "low"}})
-    error(refused, 400)
+    error(refused, 400, "reasoning.effort")
 
 
 async def test_an_answer_can_be_sent_back(engine: FakeEngine):

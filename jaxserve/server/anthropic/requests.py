@@ -17,6 +17,9 @@ from jaxserve.server.openai.unsupported import UNSUPPORTED as UNSUPPORTED_IN_CHA
 from jaxserve.server.sampling_fields import sampling_fields_without
 from jaxserve.structured_outputs_params import StructuredOutputsParams, json_schema_output
 
+NAMES = {"reasoning_effort": "output_config.effort", "thinking_token_budget": "thinking.budget_tokens"}
+"""How this protocol spells what chat completions spell otherwise."""
+
 MIN_THINKING_BUDGET = 1024
 """Anthropic's."""
 
@@ -251,8 +254,10 @@ class ConversationRequest(SamplingFieldsHere):
             tool_choice=self.chat_tool_choice,
             parallel_tool_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use", False),
             reasoning_effort=self.output_config.effort if self.output_config else None,
+            thinking_token_budget=self.thinking.budget_tokens if self.thinking else None,
             continue_final_message=last["role"] == "assistant" and "tool_calls" not in last,
             template_kwargs={**self._thinking_kwargs(service), **(self.chat_template_kwargs or {})},
+            names=NAMES,
         )
 
     def _thinking_kwargs(self, service: GenerationService) -> dict[str, bool]:

@@ -289,6 +289,7 @@ class ResponseRequest(SamplingFieldsHere):
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Int64 | None = None
 
     # Accepted: there are no tools but the client's to limit, and the rest is the provider's bookkeeping.
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None

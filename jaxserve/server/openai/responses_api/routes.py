@@ -180,7 +180,9 @@ def _conversation(body: ResponseRequest, messages: list[dict[str, Any]]) -> Conv
         tool_choice=body.chat_tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        thinking_token_budget=body.thinking_token_budget,
         template_kwargs=body.chat_template_kwargs,
+        names={"reasoning_effort": "reasoning.effort"},
     )
 
 
