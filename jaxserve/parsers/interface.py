@@ -108,6 +108,18 @@ class StreamParser(ABC):
         return deltas
 
 
+@dataclass(frozen=True, slots=True)
+class CallTag:
+    """How a call of one function is written: ``begin``, its arguments as JSON, ``end``.
+
+    ``trigger``, the front of ``begin``, comes in no text but a call.
+    """
+
+    trigger: str
+    begin: str
+    end: str
+
+
 class ToolParser(StreamParser):
     """Finds calls in the answer; the rest is content.
 
@@ -126,6 +138,11 @@ class ToolParser(StreamParser):
     def default_id() -> str:
         """An id as the syntax's templates want it."""
         return new_call_id()
+
+    @classmethod
+    def call_tag(cls, name: str) -> CallTag | None:
+        """How a grammar can make a call of ``name`` keep to a schema; None where the syntax has no such form."""
+        return None
 
     def _start(self, name: str) -> None:
         self._deltas.append(ToolCallStart(self._num_calls, self._make_id(), name))

@@ -18,7 +18,6 @@ from jaxserve.parsers.interface import (
     ToolCallStart,
 )
 
-
 MAX_PIECE = 2048
 """Characters that are parsed at once. How a text is cut changes nothing, and parsers take their buffers apart from the
 front: a long one full of tags would be copied for each of them."""

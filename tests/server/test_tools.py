@@ -457,3 +457,30 @@ async def test_a_budget_reaches_the_engine():
 
 def test_a_tool_without_parameters_takes_none():
     assert check_tools([NOW])[0]["function"]["parameters"]["additionalProperties"] is False
+
+
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+
+
+async def test_strict_tools_constrain_calls_alone():
+    engine, choice = await answer(CALL, tools=[STRICT, NOW])
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    form = json.loads(engine.admitted[0].params.structured_outputs.structural_tag)["format"]
+    assert form["triggers"] == ["<tool_call>"]
+    assert [tag["content"]["json_schema"] for tag in form["tags"]] == [SCHEMA, {"type": "object"}]
+    engine, _ = await answer(CALL, tools=[STRICT], parallel_tool_calls=False)
+    assert json.loads(engine.admitted[0].params.structured_outputs.structural_tag)["format"][
+        "stop_after_first"
+    ]
+
+
+async def test_without_strict_tools_nothing_is_constrained():
+    engine, _ = await answer(CALL, tools=[TOOL])
+    assert engine.admitted[0].params.structured_outputs is None
+    engine, _ = await answer(CALL, tools=[STRICT], tool_choice="none")
+    assert engine.admitted[0].params.structured_outputs is None
+
+
+async def test_a_grammar_of_the_request_wins_over_strict_tools():
+    engine, _ = await answer("x", tools=[STRICT], structured_outputs={"regex": "x"})
+    assert engine.admitted[0].params.structured_outputs.regex == "x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxserve.parsers.call_readers import CallReader, NamedCall
+from jaxserve.parsers.interface import CallTag
 from jaxserve.parsers.tools.tagged_calls import TaggedCallsParser
 
 _CALLS, _CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
@@ -21,6 +22,10 @@ class DeepSeekV3Parser(TaggedCallsParser):
     special_tokens = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
     opening = (_CALLS + _CALL, _CALL)
     closing = ("```", _CALL_END, _CALLS_END)
+
+    @classmethod
+    def call_tag(cls, name: str) -> CallTag:
+        return CallTag(_CALL, f"{_CALL}function{_SEPARATOR}{name}\n```json\n", f"\n```{_CALL_END}")
 
     def _new_call(self, first: str) -> CallReader | None:
         return NamedCall(_HEADER, self.tools, self._start, self._arguments)

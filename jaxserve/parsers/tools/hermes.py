@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.parsers.interface import CallTag
 from jaxserve.parsers.tools.tagged_calls import TaggedCallsParser
 
 
@@ -11,3 +12,7 @@ class HermesParser(TaggedCallsParser):
     special_tokens = ("<tool_call>", "</tool_call>")
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+
+    @classmethod
+    def call_tag(cls, name: str) -> CallTag:
+        return CallTag("<tool_call>", f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>")

@@ -58,6 +58,8 @@ class OutputPlan:
     thinking_token_budget: int | None = None
     forced: StructuredOutputsParams | None = None
     """The grammar of calls that are required."""
+    strict: StructuredOutputsParams | None = None
+    """The grammar of an answer whose calls, if any, keep to the schemas: for ``strict`` tools."""
 
     def sampling_params(self, params: SamplingParams, prompt: str) -> SamplingParams:
         """``params``, with what the parsers need to see and the grammar of required calls.
@@ -73,6 +75,8 @@ class OutputPlan:
         if self.forced is not None:
             _check_free(params)
             changes["structured_outputs"] = self.forced
+        elif self.strict is not None and not _is_constrained(params):
+            changes["structured_outputs"] = self.strict
         has_calls = self.schemas is not None and self.forced is None
         shown = self.parsers.shown_special_tokens(tools=has_calls)
         stops = self.parsers.stop_token_ids(tools=has_calls)
@@ -80,7 +84,7 @@ class OutputPlan:
             changes["shown_special_tokens"] = shown
         if stops:
             changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *stops]
-        constrained = self.forced is not None or params.structured_outputs is not None
+        constrained = "structured_outputs" in changes or params.structured_outputs is not None
         if constrained or self.thinking_token_budget is not None:
             changes["reasoning"] = self._reasoning(params, prompt)
         return params.clone(**changes) if changes else params
@@ -92,8 +96,8 @@ class OutputPlan:
             prompt: rendered.
             params: what ``sampling_params`` returned for it.
         """
-        # A grammar that holds from the first token on leaves no room for reasoning.
-        reasons = params.structured_outputs is None or params.reasoning is not None
+        # A grammar that holds from the first token on leaves no room for reasoning, unless it takes any text.
+        reasons = params.structured_outputs in (None, self.strict) or params.reasoning is not None
         if self.forced is None:
             return self.parsers.create(
                 prompt,
@@ -125,6 +129,11 @@ class OutputPlan:
                 "thinking_token_budget is not supported with use_beam_search.", param="thinking_token_budget"
             )
         return self.parsers.reasoning_params(prompt, budget)
+
+
+def _is_constrained(params: SamplingParams) -> bool:
+    """Whether the request's own grammar, or a beam search, leaves no room for another grammar."""
+    return params.structured_outputs is not None or isinstance(params, BeamSamplingParams)
 
 
 def _check_free(params: SamplingParams) -> None:
@@ -249,7 +258,31 @@ def _with_tools(
             "tool_choice 'required' or a named function.",
             param="tools",
         )
-    return replace(plan, schemas=schemas, forced=forced)
+    strict = _strict_calls(plan, tools, schemas) if forced is None else None
+    return replace(plan, schemas=schemas, forced=forced, strict=strict)
+
+
+def _strict_calls(
+    plan: OutputPlan, tools: Sequence[Mapping[str, Any]], schemas: Schemas
+) -> StructuredOutputsParams | None:
+    """Free text in which calls keep to the schemas of strict tools; None without such tools, or where the model's
+    syntax has no form for it."""
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")} & set(schemas)
+    if not strict or plan.parsers.tool_class is None:
+        return None
+    tags: list[dict[str, Any]] = []
+    triggers: set[str] = set()
+    for name, schema in schemas.items():
+        tag = plan.parsers.tool_class.call_tag(name)
+        if tag is None:
+            return None
+        content = {"type": "json_schema", "json_schema": schema if name in strict else {"type": "object"}}
+        tags.append({"type": "tag", "begin": tag.begin, "content": content, "end": tag.end})
+        triggers.add(tag.trigger)
+    form: dict[str, Any] = {"type": "triggered_tags", "triggers": sorted(triggers), "tags": tags}
+    if not plan.parallel_tool_calls:
+        form["stop_after_first"] = True
+    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form}, param="tools")
 
 
 def _budget(value: int | None) -> int | None:
