@@ -18,7 +18,6 @@ from jaxserve.scheduler.lifecycle import Lifecycle
 from jaxserve.scheduler.step_plan import StepPlan, new_request_data
 from jaxserve.step import CachedRequestData, EngineCoreOutput
 
-
 SMALLEST_STEP = 8
 """Padded tokens of a small step; above it sizes are powers of two."""
 
@@ -78,7 +77,9 @@ class StepPlanner:
             jumps = _jumps(request)
             if jumps and hold:
                 continue
-            if num_granted := self._grow(request, min(num_new, (jump if jumps else spare) + 1, spare + 1), step):
+            if num_granted := self._grow(
+                request, min(num_new, (jump if jumps else spare) + 1, spare + 1), step
+            ):
                 spare -= num_granted - 1
                 jump -= num_granted - 1 if jumps else 0
                 step.add(request, num_granted, samples=num_granted == num_new)

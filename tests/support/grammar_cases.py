@@ -110,7 +110,8 @@ GRAMMARS = [
     GrammarCase('root ::= line+\nline ::= "- " [^\\n]{1,6} "\\n"', matches(r"(- [^\n]{1,6}\n)+")),
     GrammarCase('start: /a{2,4}/ "é"', matches(r"a{2,4}é")),
     GrammarCase(
-        'start: %json {"type":"object","properties":{"a":{"type":"boolean"}},"required":["a"],"additionalProperties":false} ";"',
+        'start: %json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], '
+        '"additionalProperties": false} ";"',
         matches(r'\{\s*"a"\s*:\s*(true|false)\s*\};'),
     ),
 ]
