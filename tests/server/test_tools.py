@@ -328,6 +328,19 @@ def tool(**function: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters={"properties": 5})]}, "tools[0].function.parameters.properties"),
         ({"tools": [tool(parameters={"properties": {"a": 5}})]}, "tools[0].function.parameters.properties.a"),
         ({"tools": [tool(parameters={"required": "a"})]}, "tools[0].function.parameters.required"),
+        (
+            {"tools": [tool(parameters={"properties": {"a": {"type": "strin"}}})]},
+            "tools[0].function.parameters.properties.a.type",
+        ),
+        (
+            {"tools": [tool(parameters={"properties": {"a": {"items": 5}}})]},
+            "tools[0].function.parameters.properties.a.items",
+        ),
+        (
+            {"tools": [tool(parameters={"anyOf": [{"enum": "a"}]})]},
+            "tools[0].function.parameters.anyOf[0].enum",
+        ),
+        ({"tools": [tool(parameters={"$defs": {"A": []}})]}, "tools[0].function.parameters.$defs.A"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice"),
@@ -484,3 +497,19 @@ async def test_without_strict_tools_nothing_is_constrained():
 async def test_a_grammar_of_the_request_wins_over_strict_tools():
     engine, _ = await answer("x", tools=[STRICT], structured_outputs={"regex": "x"})
     assert engine.admitted[0].params.structured_outputs.regex == "x"
+
+
+def test_schemas_of_every_form_are_taken():
+    schema = {
+        "properties": {
+            "a": {"type": ["string", "null"], "enum": ["x", None]},
+            "b": {"items": [{"type": "integer"}], "prefixItems": [True]},
+            "c": {"$ref": "#/$defs/C"},
+            "d": {"anyOf": [{"const": 1}, {"not": {}}], "default": {"type": "anything"}},
+        },
+        "$defs": {"C": {"type": "object", "additionalProperties": {"type": "number"}}},
+        "required": ["a"],
+    }
+    (checked,) = check_tools([tool(parameters=schema)])
+    assert checked["function"]["parameters"] == {"type": "object", **schema}
+    assert check_tools([tool(parameters={})])[0]["function"]["parameters"] == {"type": "object"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.parsers import ParserNames, ParserSet, parse_output
-from jaxserve.server.openai.tool_output import OutputPlan, _strict_calls
+from jaxserve.server.openai.tool_output import OutputPlan, strict_calls
 from jaxserve.server.openai.tools import ToolChoice, check_tools
 from jaxserve.structured_output.compiler import GrammarCompiler
 
@@ -37,7 +37,7 @@ def plan(name: str, parallel: bool = True) -> OutputPlan:
 @pytest.mark.parametrize("name", ["hermes", "deepseek_v3"])
 def test_a_call_once_begun_keeps_to_the_schema(name: str, compiler: GrammarCompiler, smollm2):
     model_plan = plan(name)
-    params = _strict_calls(model_plan, TOOLS, SCHEMAS)
+    params = strict_calls(model_plan, TOOLS, SCHEMAS)
     assert params is not None
     tag = model_plan.parsers.tool_class.call_tag("get_weather")
     matcher = compiler.submit(params).result(20).start()
@@ -64,7 +64,7 @@ def test_a_call_once_begun_keeps_to_the_schema(name: str, compiler: GrammarCompi
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_other_text_is_free(parallel: bool, compiler: GrammarCompiler, smollm2):
-    params = _strict_calls(plan("hermes", parallel), TOOLS, SCHEMAS)
+    params = strict_calls(plan("hermes", parallel), TOOLS, SCHEMAS)
     assert params is not None
     matcher = compiler.submit(params).result(20).start()
     for token_id in smollm2.encode("No <tool> is needed: 1 < 2, é.\n", add_special_tokens=False):
@@ -76,4 +76,4 @@ def test_other_text_is_free(parallel: bool, compiler: GrammarCompiler, smollm2):
 
 
 def test_syntaxes_without_a_form_are_not_constrained():
-    assert _strict_calls(plan("qwen3_coder"), TOOLS, SCHEMAS) is None
+    assert strict_calls(plan("qwen3_coder"), TOOLS, SCHEMAS) is None

@@ -258,11 +258,11 @@ def _with_tools(
             "tool_choice 'required' or a named function.",
             param="tools",
         )
-    strict = _strict_calls(plan, tools, schemas) if forced is None else None
+    strict = strict_calls(plan, tools, schemas) if forced is None else None
     return replace(plan, schemas=schemas, forced=forced, strict=strict)
 
 
-def _strict_calls(
+def strict_calls(
     plan: OutputPlan, tools: Sequence[Mapping[str, Any]], schemas: Schemas
 ) -> StructuredOutputsParams | None:
     """Free text in which calls keep to the schemas of strict tools; None without such tools, or where the model's

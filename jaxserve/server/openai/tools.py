@@ -112,26 +112,61 @@ def _check_tool(tool: Any, path: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{path}.description must be a string.", param=f"{path}.description")
     if not isinstance(given.get("strict", False), bool):
         raise InvalidRequestError(f"{path}.strict must be true or false.", param=f"{path}.strict")
-    _check_parameters(given.setdefault("parameters", dict(NO_PARAMETERS)), path)
+    given["parameters"] = _check_parameters(given.get("parameters", NO_PARAMETERS), f"{path}.parameters")
     return {"type": "function", "function": given}
 
 
-def _check_parameters(schema: Any, path: str) -> None:
-    path = f"{path}.parameters"
+def _check_parameters(schema: Any, path: str) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object even where it does not say so."""
     fields = _object(schema, path)
     if fields.get("type", "object") != "object":
         raise InvalidRequestError(
             f"{path}.type must be 'object', got {repr(fields['type'])[:100]}: a call's arguments are an object.",
             param=f"{path}.type",
         )
-    properties = _object(fields.get("properties", {}), f"{path}.properties")
-    for name, property in properties.items():
-        if not isinstance(property, (dict, bool)):
-            where = f"{path}.properties.{name[:100]}"
-            raise InvalidRequestError(f"{where} must be a JSON schema (an object).", param=where)
-    required = fields.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(n, str) for n in cast("list[Any]", required)):
-        raise InvalidRequestError(f"{path}.required must be a list of names.", param=f"{path}.required")
+    _check_schema(fields, path)
+    return {"type": "object", **fields}
+
+
+_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value maps names to schemas."""
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def _check_schema(schema: Any, path: str) -> None:
+    """Refuse what is no JSON schema; what a grammar makes of one is the grammar's affair."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{path} must be a JSON schema (an object).", param=path)
+    fields = cast("dict[str, Any]", schema)
+    kinds: Any = fields.get("type", [])
+    for kind in cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]:
+        if kind not in _TYPES:
+            raise InvalidRequestError(
+                f"{path}.type must be among {', '.join(_TYPES)}, got {repr(kind)[:100]}.",
+                param=f"{path}.type",
+            )
+    for name, kind in (("required", str), ("enum", object)):
+        values: Any = fields.get(name, [])
+        if not isinstance(values, list) or not all(isinstance(v, kind) for v in cast("list[Any]", values)):
+            what = "names" if kind is str else "values"
+            raise InvalidRequestError(f"{path}.{name} must be a list of {what}.", param=f"{path}.{name}")
+    for name in _OF_SCHEMAS:
+        for key, inner in _object(fields.get(name, {}), f"{path}.{name}").items():
+            _check_schema(inner, f"{path}.{name}.{key[:100]}")
+    for name in _SCHEMA_LISTS:
+        options: Any = fields.get(name, [])
+        if not isinstance(options, list):
+            raise InvalidRequestError(f"{path}.{name} must be a list of schemas.", param=f"{path}.{name}")
+        for index, inner in enumerate(cast("list[Any]", options)):
+            _check_schema(inner, f"{path}.{name}[{index}]")
+    for name in _SCHEMAS:
+        # Older schemas have a list of items.
+        if name in fields and not (name == "items" and isinstance(fields[name], list)):
+            _check_schema(fields[name], f"{path}.{name}")
 
 
 def check_tool_choice(value: Any) -> ToolChoice:
