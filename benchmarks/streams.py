@@ -85,6 +85,17 @@ async def sample_memory(server: ServerProcess, samples: list[float], interval: f
         await asyncio.sleep(interval)
 
 
+async def sample_latency(server: ServerProcess, samples: list[float], interval: float) -> None:
+    """Seconds until /health answers; 30 where it did not."""
+    while True:
+        began = time.monotonic()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(30):
+                await exchange(server.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        samples.append(time.monotonic() - began)
+        await asyncio.sleep(interval)
+
+
 async def sample_running(server: ServerProcess, samples: list[float], interval: float) -> None:
     """How many requests are in the batch."""
     while True:
@@ -99,7 +110,7 @@ def flat(samples: list[float]) -> tuple[bool, str]:
         statistics.median(samples[third : 2 * third] or samples),
         statistics.median(samples[-third:]),
     )
-    course = f"{samples[0]:.0f} MiB at first, {middle:.0f} in the middle, {last:.0f} at last, {max(samples):.0f} at most"
+    course = f"{samples[0]:.0f} MiB at first, {middle:.0f} in the middle, {last:.0f} at last"
     return last <= middle * FLAT_SHARE + FLAT_MIB, course
 
 
@@ -215,14 +226,21 @@ async def run_soak(server: ServerProcess, arguments: argparse.Namespace) -> bool
                 wrong.append(f"{name}: {status}")
 
     memory = asyncio.create_task(sample_memory(server, samples, 1.0))
+    latencies = list[float]()
+    probing = asyncio.create_task(sample_latency(server, latencies, 1.0))
     await asyncio.gather(*(client(index) for index in range(arguments.clients or 32)))
     memory.cancel()
+    probing.cancel()
+    for name, count in sorted(counts.items()):
+        print(f"  {count:8,} {name}")
+    print(
+        f"  /health: {statistics.median(latencies):.3f} s in the middle, {max(latencies):.2f} s at most",
+        flush=True,
+    )
     clean, left = await nothing_left(server)
     level, course = flat(samples)
     good = Counter()
     await read_stream(server.port, 5, good)
-    for name, count in sorted(counts.items()):
-        print(f"  {count:8,} {name}")
     return table(
         (f"{sum(counts.values()):,} requests, {arguments.seconds} s", "", None),
         ("5xx or no answer", str(len(wrong)), not wrong),
@@ -245,7 +263,7 @@ async def exchange(port: int, request: bytes) -> str:
             writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.split(b" ", 2)[1].decode()
-        length = next((l for l in head.lower().split(b"\r\n") if l.startswith(b"content-length:")), None)
+        length = next((x for x in head.lower().split(b"\r\n") if x.startswith(b"content-length:")), None)
         if length is not None:
             await reader.readexactly(int(length.split(b":")[1]))
         return status

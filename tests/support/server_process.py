@@ -71,7 +71,7 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         """Sums over labels of /metrics, by name."""
         values: dict[str, float] = {}
-        for line in httpx.get(self.url + "/metrics", timeout=30).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=120).text.splitlines():
             if not line.startswith("#"):
                 name = line.partition("{")[0].partition(" ")[0]
                 values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
