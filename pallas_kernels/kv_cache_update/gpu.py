@@ -5,12 +5,15 @@ Tokens go through shared memory in batches of ``BATCH``; a token's [K, D] keys l
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+
+from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 
 BATCH = 8
 """Tokens moved at a time by one CTA."""
@@ -41,11 +44,12 @@ def kv_cache_update(
     num_tokens, num_kv_heads, head_size = k.shape
     num_blocks, block_size = kv_cache.shape[1], kv_cache.shape[3]
     batch = min(BATCH, num_tokens)
-    num_ctas = min(2 * num_sms, pl.cdiv(num_tokens, batch))
+    num_ctas = 2 * num_sms
+    sizes = jnp.stack([live_tokens[0], jnp.int32(num_tokens)])
 
-    def paged_update(k, v, slot_mapping, live_tokens, cache, *, new_s, full):
+    def paged_update(k, v, slot_mapping, sizes, cache, *, new_s, full):
         cta = lax.axis_index("cta")
-        live = live_tokens[0]
+        live, num_tokens = sizes[0], sizes[1]
         turns = pl.cdiv(jnp.maximum(live - cta * batch, 0), num_ctas * batch)
 
         def first_token(turn):
@@ -83,9 +87,9 @@ def kv_cache_update(
         lax.fori_loop(0, turns, one_turn, None)
         plgpu.wait_smem_to_gmem(0)
 
-    plgpu.kernel(
+    build = functools.partial(
+        plgpu.kernel,
         paged_update,
-        out_type=(),
         grid=(num_ctas,),
         grid_names=("cta",),
         scratch_types=dict(
@@ -94,4 +98,8 @@ def kv_cache_update(
         ),
         kernel_name="paged_update",
         interpret=interpret,
-    )(k, v, slot_mapping, live_tokens, kv_cache)
+    )
+    launch(
+        lambda out_type: build(out_type=out_type), ("paged_update", batch, num_ctas), [k, v, slot_mapping, sizes], [kv_cache], batched=[0, 1, 2],
+        interpret=interpret,
+    )  # fmt: skip

@@ -19,6 +19,7 @@ Central ideas:
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, copy_layout, store
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
@@ -85,6 +87,8 @@ class Stretch(enum.IntEnum):
     """One past the step at which its last sequence is left."""
     DECODE_ROWS = 5
     LIVE_ROWS = 6
+    ROWS = 7
+    """R: a kernel serves every batch size, and does not know it."""
     FIRST_ROW = 8
     """Four columns: its first row's entry of ``rows``."""
     BLOCKS = 12
@@ -147,7 +151,7 @@ def plan_decode(
     row, step, begins_in = row[:-1], step[:-1], begins_in[:-1]
     fields = (
         row, first[row] + step, border[1:] - border[:-1], begins_in, first[last_row] + last_step + 1,
-        jnp.full_like(row, decode_rows), jnp.full_like(row, live_rows), jnp.zeros_like(row),
+        jnp.full_like(row, decode_rows), jnp.full_like(row, live_rows), jnp.full_like(row, num_rows),
     )  # fmt: skip
     stretches = jnp.concatenate([jnp.stack(fields, -1), rows[row]], axis=1)
     if block_size is not None:
@@ -216,18 +220,28 @@ def decode_attention(
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2E).reshape(num_kv_heads, group)
         operands.append(jnp.pad(sinks, ((0, 0), (0, columns - group))))
-    operands += [plan.counters, kv_cache]
-    result = () if out is not None else (jax.ShapeDtypeStruct((num_rows, num_heads, head_size), q.dtype),)
-    results = plgpu.kernel(
+    refs = [plan.counters, kv_cache]
+    batched = [0, 2, 3, 4, 5, 6]
+    if out is None:
+        results_type = (jax.ShapeDtypeStruct((num_rows, num_heads, head_size), q.dtype), *partials)
+        batched.append(len(operands) + len(refs))
+    else:
+        results_type = partials
+        refs.append(out)
+        batched.append(len(operands) + len(refs) - 1)
+    build = functools.partial(
+        plgpu.kernel,
         _kernel_body(case),
-        out_type=(*result, *partials),
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types=_scratch(case, q.dtype, kv_cache.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
         kernel_name="paged_decode",
         interpret=interpret,
-    )(*operands, *(() if out is None else (out,)))
+    )
+    results = launch(
+        lambda out_type: build(out_type=out_type), ("paged_decode", case), operands, refs, results_type, batched=batched, interpret=interpret
+    )
     return results[0] if out is None else None
 
 
@@ -321,9 +335,9 @@ def _kernel_body(case: _Case):
         counters, cache, out, part, stat = refs
         p_s, count_s = weights_or_count
         stat_s, out_s = partial_or_out
-        num_rows, num_kv_heads, table_width = rows.shape[0], cache.shape[2], tables.shape[1]
-        num_groups = stretches.shape[0]
+        num_kv_heads, table_width, num_groups = cache.shape[2], tables.shape[1], stretches.shape[0]
         me, head = lax.div(lax.axis_index("cta"), num_kv_heads), lax.rem(lax.axis_index("cta"), num_kv_heads)
+        num_rows = stretches[me, Stretch.ROWS]
         per_step = blocks_per_step(step_size, block_size)
 
         def block_ids(row, step):

@@ -15,6 +15,7 @@ Central ideas:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
@@ -95,7 +97,7 @@ class PrefillPlan:
         tiles: [tiles, 8] int32, longest first: row, first token (in T), first and one past the last token of the row
             in the tile, position of the first token (negative where the tile begins before its row), first step, end
             of the steps that need no mask, end of the steps.
-        counts: [4] int32: live tiles, live tokens, 0, 0.
+        counts: [4] int32: live tiles, live tokens, T, 0.
     """
 
     tiles: jax.Array
@@ -149,7 +151,7 @@ def plan_prefill(
         end_step,
     )
     order = jnp.argsort(jnp.where(live, begin_step - end_step, 1), stable=True)
-    counts = jnp.stack([ends[-1], starts[live_rows], jnp.int32(0), jnp.int32(0)])
+    counts = jnp.stack([ends[-1], starts[live_rows], jnp.int32(num_tokens), jnp.int32(0)])
     return PrefillPlan(tiles=jnp.stack(fields, -1)[order].astype(jnp.int32), counts=counts.astype(jnp.int32))
 
 
@@ -212,20 +214,12 @@ def prefill_attention(
         scratch["kv_arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=arriving)
     if interpret is not None:  # which knows no product of registers with shared memory
         scratch["p_s"] = plgpu.SMEM((CONSUMERS, ROWS, step), q.dtype, transforms=tiled)
-    plgpu.kernel(
-        _kernel_body(
-            config,
-            options,
-            shape,
-            group,
-            head_size,
-            block_size,
-            query_buffers,
-            sinks is not None,
-            num_sms,
-            arriving,
-        ),
-        out_type=(),
+    case = (
+        config, options, shape, group, head_size, block_size, query_buffers, sinks is not None, num_sms, arriving,
+    )  # fmt: skip
+    build = functools.partial(
+        plgpu.kernel,
+        _kernel_body(*case),
         grid=(num_sms,),
         grid_names=("cta",),
         num_threads=CONSUMERS + 1,
@@ -234,7 +228,12 @@ def prefill_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",
         interpret=interpret,
-    )(*operands, kv_cache, out)
+    )
+    operands.append(kv_cache[...])  # only read
+    batched = [0, 2, 3, 4, len(operands)]
+    launch(
+        lambda out_type: build(out_type=out_type), ("paged_prefill", case), operands, [out], batched=batched, interpret=interpret
+    )
 
 
 def _sinks_by_row(sinks: jax.Array, num_kv_heads: int, group: int, shape: TileShape) -> jax.Array:
@@ -270,7 +269,7 @@ def _kernel_body(
     ):  # fmt: skip
         sinks, (cache, out) = (refs[0], refs[1:]) if has_sinks else (None, refs)
         num_kv_heads, table_width = cache.shape[2], tables.shape[1]
-        num_tokens = q.shape[0]
+        num_tokens = counts[2]
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         num_items = counts[0] * num_kv_heads
         rounds, rest = lax.div(num_items, num_ctas), lax.rem(num_items, num_ctas)
