@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from dataclasses import dataclass
@@ -171,7 +172,10 @@ def main() -> None:
     )
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
     parser.add_argument("--output", help="write the results here as JSON")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
     config = json.loads((folder / "config.json").read_text())
     engine = Engine(options.engine, folder, options.arguments)

@@ -1,11 +1,11 @@
 """Where a decode step's time goes on a GPU: its kernels by total time, the gaps between them, and the host's share.
 
-    python benchmarks/profile_step.py --model qwen3-0.6b --rows 1,64
+python benchmarks/profile_step.py --model qwen3-0.6b --rows 1,64
 
-    wall     time from one step's dispatch to the next one's, over the traced steps
-    busy     time in which the device ran anything
-    kernels  launches a step
-    host     time that EngineCore.step took before it waited for the device (schedule, build, dispatch)
+wall     time from one step's dispatch to the next one's, over the traced steps
+busy     time in which the device ran anything
+kernels  launches a step
+host     time that EngineCore.step took before it waited for the device (schedule, build, dispatch)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import collections
 import glob
 import json
+import logging
 import re
 import tempfile
 import time
@@ -106,7 +107,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--top", type=int, default=16)
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
     from jaxserve import LLM, SamplingParams
 
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)

@@ -100,6 +100,7 @@ class DenseCausalLM(Decoder):
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.num_heads = config.num_heads
         self.attention_options = frozenset(layer.attention.options for layer in self.layers)

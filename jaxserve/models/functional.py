@@ -34,6 +34,8 @@ class Model:
         specs: every parameter, in the order of the params dict.
         weight_map: where each checkpoint tensor goes.
         vocab_size: V, width of the logits.
+        hidden_size: M.
+        dtype: of weights and activations.
         max_position_embeddings: longest context the model was made for.
         num_heads: H, over all devices.
         attention_options: those of its layers, each once.
@@ -42,6 +44,8 @@ class Model:
     specs: dict[str, ParamSpec]
     weight_map: tuple[WeightSource, ...]
     vocab_size: int
+    hidden_size: int
+    dtype: np.dtype
     max_position_embeddings: int
     num_heads: int
     attention_options: frozenset[AttentionOptions]
@@ -132,6 +136,8 @@ def build(
         specs=specs,
         weight_map=tuple(module.weight_map()),
         vocab_size=module.vocab_size,
+        hidden_size=module.hidden_size,
+        dtype=context.dtype,
         max_position_embeddings=module.max_position_embeddings,
         num_heads=module.num_heads,
         attention_options=module.attention_options,

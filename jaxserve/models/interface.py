@@ -20,6 +20,8 @@ class CausalLM(Protocol):
 
     vocab_size: int
     """V: width of the logits."""
+    hidden_size: int
+    """M."""
     max_position_embeddings: int
     """Longest context the model was made for, in tokens."""
     num_heads: int

@@ -57,7 +57,7 @@ class BatchBuilder:
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         num_tokens = int(starts[-1])
-        bucket = self.table.smallest(num_tokens, num_rows)
+        bucket = self.table.smallest(num_tokens, num_rows, decode_only=step.num_decode_rows == num_rows)
         layout = self.layouts[bucket]
         buffer = np.empty(layout.size, np.int32)
         fields = layout.split(buffer)

@@ -1,4 +1,4 @@
-"""Compiling every program before serving: lowered in turn, compiled in a pool, kept on disk, counted afterwards."""
+"""Getting every program ready before serving: loaded, or lowered in turn and compiled in a pool; counted afterwards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+
+from jaxserve.runner.program_store import ProgramStore
 
 logger = logging.getLogger(__name__)
 
@@ -57,28 +59,43 @@ class CompilationCounter:
 
 
 def compile_all(
-    lowerings: dict[Any, Callable[[], jax.stages.Lowered]], progress: Callable[[int, int], None] | None = None
+    lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
+    store: ProgramStore,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[Any, jax.stages.Compiled]:
-    """Lower each program on this thread (tracing is Python) while a pool compiles those already lowered.
+    """Load what is stored; lower the rest on this thread (tracing is Python) while a pool compiles it, and store it.
 
     Args:
         lowerings: key -> a function that lowers its program.
-        progress: called with (programs compiled, programs in all).
+        store: of this engine.
+        progress: called with (programs ready, programs in all).
     """
     total, done, lock = len(lowerings), 0, threading.Lock()
 
-    def compile_one(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def ready(program: jax.stages.Compiled) -> jax.stages.Compiled:
         nonlocal done
-        compiled = lowered.compile()
         with lock:
             done += 1
             if progress is not None:
                 progress(done, total)
-        return compiled
+        return program
+
+    def load(key: Any) -> jax.stages.Compiled | None:
+        program = store.load(key)
+        return program if program is None else ready(program)
+
+    def compile_one(key: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        program = lowered.compile()
+        store.save(key, program)
+        return ready(program)
 
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(compile_one, lower()) for key, lower in lowerings.items()}
-        compiled = {key: future.result() for key, future in futures.items()}
-    logger.debug("%d programs in %.1f s", total, time.monotonic() - started)
-    return compiled
+        programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
+        missing = [key for key, program in programs.items() if program is None]
+        futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in missing}
+        programs |= {key: future.result() for key, future in futures.items()}
+    logger.debug(
+        "%d programs, %d of them stored, in %.1f s", total, total - len(missing), time.monotonic() - started
+    )
+    return cast("dict[Any, jax.stages.Compiled]", programs)

@@ -31,6 +31,11 @@ class MemoryBudget:
         return self.total - self.in_use - self.program_temporaries - PROGRAM_RESERVE
 
 
+COARSE_BLOCKS = 64
+"""A large cache is a multiple of so many blocks: its size is part of every program, and a few bytes more in use at one
+start than at another should not make other programs."""
+
+
 def single_group(specs: list[KVCacheSpec]) -> KVCacheGroup:
     """All layers under one block table.
 
@@ -91,6 +96,8 @@ def choose_num_blocks(
         num_blocks, source = config.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
     elif budget is not None:
         num_blocks, source = budget.for_cache // block_bytes, "gpu_memory_utilization"
+        if num_blocks > 16 * COARSE_BLOCKS:
+            num_blocks -= num_blocks % COARSE_BLOCKS
     else:
         raise OutOfMemoryError(
             "This device does not report its memory; set --kv-cache-memory-bytes.",

@@ -21,6 +21,7 @@ from jaxserve.runner.compilation import CompilationCounter, use_persistent_cache
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
+from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import ProgramShapes, StepPrograms, StepVariant, step_variants
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.sampling.metadata import Feature, set_masked
@@ -70,13 +71,13 @@ class JaxModelRunner:
             raise ConfigError(
                 "tensor_parallel_size > 1 is not supported yet; use 1.", param="tensor_parallel_size"
             )
-        use_persistent_cache(config.compilation_config.compile_cache_dir)
+        self._cache = use_persistent_cache(config.compilation_config.compile_cache_dir)
         self.files = resolve_model(
             config.model_config.model,
             config.model_config.revision,
             weights=config.model_config.load_format != "dummy",
         )
-        hf_config = {**self.files.config, **config.model_config.hf_overrides}
+        self._hf_config = hf_config = {**self.files.config, **config.model_config.hf_overrides}
         self.dtype = self._compute_dtype(hf_config)
         cache_dtype = config.cache_config.kv_cache_dtype
         self.cache_dtype = self.dtype if cache_dtype == "auto" else cache_type(cache_dtype)
@@ -170,7 +171,9 @@ class JaxModelRunner:
         assert scheduler.max_num_batched_tokens is not None
         self.max_num_seqs = scheduler.max_num_seqs
         self.builder = BatchBuilder(
-            BucketTable.build(scheduler.max_num_batched_tokens, self.max_num_seqs),
+            BucketTable.build(
+                scheduler.max_num_batched_tokens, self.max_num_seqs, decode_programs=self.platform != "cpu"
+            ),
             self.block_size,
             self.max_num_seqs,
         )
@@ -179,13 +182,7 @@ class JaxModelRunner:
             config.cache_config.num_gpu_blocks_override is None
             and config.cache_config.kv_cache_memory_bytes is None
         ):
-            programs = self._programs(num_blocks)
-            largest = StepVariant(self.builder.table.buckets[-1])
-            analysis = programs.lower_step(largest).compile().memory_analysis()
-            temporaries = (
-                analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            )
-            num_blocks = self._num_blocks(temporaries)
+            num_blocks = self._num_blocks(self._programs(num_blocks).temporaries())
         self.programs = self._programs(num_blocks)
         self.num_blocks = num_blocks
         total = [0]
@@ -196,6 +193,10 @@ class JaxModelRunner:
                 logger.info("Compiled %d of %d programs", done, programs)
 
         self.programs.compile(progress)
+        if self.programs.store.hits:
+            logger.info(
+                "%d of %d programs were stored by an earlier start", self.programs.store.hits, total[0]
+            )
         self.num_programs = total[0]
         self._note("compilation", started)
 
@@ -240,7 +241,15 @@ class JaxModelRunner:
             kv_cache_dtype=self.cache_dtype,
         )
         variants = step_variants(self.builder.table, specialise=self.platform != "cpu")
-        return StepPrograms(self.model, self.builder, shapes, self.params, variants)
+        return StepPrograms(self.model, self.builder, shapes, self.params, variants, self._program_store())
+
+    def _program_store(self) -> ProgramStore:
+        """What is on disk of programs for this model on this device."""
+        description = repr((
+            self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
+            sorted(map(repr, self.model.attention_options)),
+        ))  # fmt: skip
+        return ProgramStore(None if self._cache is None else self._cache / "executables", description)
 
     def _warm_up(self) -> None:
         """Allocate the state and run every program once on padding, with the arguments of serving."""

@@ -14,6 +14,7 @@ from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.step_program import (
     PATCH_CHUNK,
     SCORE_CHUNK,
@@ -86,7 +87,8 @@ def step_variants(table: BucketTable, specialise: bool) -> list[StepVariant]:
     for bucket in reversed(table.buckets):
         if specialise and bucket.num_tokens == bucket.num_rows:
             variants += [StepVariant(bucket, greedy_only, decode_only=True) for greedy_only in (False, True)]
-        variants.append(StepVariant(bucket))
+        if not specialise or bucket in table.mixed:
+            variants.append(StepVariant(bucket))
     return variants
 
 
@@ -107,11 +109,11 @@ class StepPrograms:
         shapes: ProgramShapes,
         params: Any,
         variants: list[StepVariant],
+        store: ProgramStore,
     ) -> None:
         self.model, self.builder, self.shapes = model, builder, shapes
-        self.variants = variants
+        self.variants, self.store = variants, store
         self._params = jax.tree.map(lambda x: Abstract(x.shape, x.dtype), params)
-        self._hidden: dict[Bucket, Abstract] = {}
         self.compiled: dict[Any, Any] = {}
 
     def lower_step(self, variant: StepVariant) -> jax.stages.Lowered:
@@ -121,13 +123,24 @@ class StepPrograms:
             run_step, model=self.model, layout=layout, num_slots=self.shapes.num_blocks * self.shapes.block_size,
             max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only, decode_only=variant.decode_only,
         )  # fmt: skip
-        jitted = jax.jit(step, donate_argnums=(1,))
-        lowered = jitted.lower(
+        return jax.jit(step, donate_argnums=(1,)).lower(
             self._params, self.shapes.abstract_state(), Abstract((layout.size,), jnp.int32)
         )
-        hidden = lowered.out_info[0].hidden
-        self._hidden[variant.bucket] = Abstract(hidden.shape, hidden.dtype)
-        return lowered
+
+    def temporaries(self) -> int:
+        """Bytes that the largest program needs beside its arguments."""
+
+        def measure() -> int:
+            analysis = self.lower_step(largest).compile().memory_analysis()
+            outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            return analysis.temp_size_in_bytes + outputs
+
+        largest = StepVariant(self.builder.table.buckets[-1])
+        return self.store.remember(self._key(largest), measure)
+
+    def _key(self, program: object) -> tuple[object, ...]:
+        """A program's key in the store, whose description covers the model and the device."""
+        return (program, self.shapes, self.builder.max_num_seqs)
 
     def _lower_state_programs(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
         state = self.shapes.abstract_state()
@@ -159,13 +172,16 @@ class StepPrograms:
         return lowerings
 
     def _lower_slice(self, bucket: Bucket) -> jax.stages.Lowered:
-        return jax.jit(slice_hidden).lower(self._hidden[bucket], Abstract((), jnp.int32))
+        return jax.jit(slice_hidden).lower(self._hidden(bucket.num_tokens), Abstract((), jnp.int32))
 
     def _lower_score(self) -> jax.stages.Lowered:
-        hidden = next(iter(self._hidden.values()))
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
-        states = Abstract((SCORE_CHUNK, hidden.shape[1]), hidden.dtype)
-        return jax.jit(score).lower(self._params, states, Abstract((SCORE_CHUNK,), jnp.int32))
+        return jax.jit(score).lower(
+            self._params, self._hidden(SCORE_CHUNK), Abstract((SCORE_CHUNK,), jnp.int32)
+        )
+
+    def _hidden(self, num_tokens: int) -> Abstract:
+        return Abstract((num_tokens, self.model.hidden_size), self.model.dtype)
 
     def choose(self, bucket: Bucket, *, greedy: bool, decode_only: bool) -> Any:
         """The most special program that can run a step."""
@@ -188,4 +204,6 @@ class StepPrograms:
             lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
-        self.compiled = compile_all(lowerings, progress)
+        keys = {key: self._key(key) for key in lowerings}
+        compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
+        self.compiled = {key: compiled[stored] for key, stored in keys.items()}

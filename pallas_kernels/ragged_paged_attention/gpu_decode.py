@@ -240,7 +240,13 @@ def decode_attention(
         interpret=interpret,
     )
     results = launch(
-        lambda out_type: build(out_type=out_type), ("paged_decode", case), operands, refs, results_type, batched=batched, interpret=interpret
+        lambda out_type: build(out_type=out_type),
+        ("paged_decode", case),
+        operands,
+        refs,
+        results_type,
+        batched=batched,
+        interpret=interpret,
     )
     return results[0] if out is None else None
 

@@ -124,7 +124,9 @@ def _lower(
     with module.context:
         calls = list(_custom_calls(module.operation))
         if len(calls) != 1:
-            raise RuntimeError(f"Expected one Mosaic GPU call, found {len(calls)}; this JAX lowers differently.")
+            raise RuntimeError(
+                f"Expected one Mosaic GPU call, found {len(calls)}; this JAX lowers differently."
+            )
         [call] = calls
         results = abstract[num_arguments:] + abstract[num_arguments - num_refs : num_arguments]
         expected = [_spelling(t) for t in abstract[:num_arguments]], [_spelling(t) for t in results]

@@ -232,7 +232,12 @@ def prefill_attention(
     operands.append(kv_cache[...])  # only read
     batched = [0, 2, 3, 4, len(operands)]
     launch(
-        lambda out_type: build(out_type=out_type), ("paged_prefill", case), operands, [out], batched=batched, interpret=interpret
+        lambda out_type: build(out_type=out_type),
+        ("paged_prefill", case),
+        operands,
+        [out],
+        batched=batched,
+        interpret=interpret,
     )
 
 

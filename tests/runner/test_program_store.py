@@ -1,0 +1,105 @@
+"""Compiled programs on disk: found again, keyed by all they depend on, and never in the way."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.program_store import ProgramStore, prune
+
+pytestmark = pytest.mark.device
+
+
+def lowering(counter: list[int]):
+    def lower():
+        counter.append(1)
+        state = {"a": jax.ShapeDtypeStruct((4,), jnp.float32)}
+        return jax.jit(lambda s, x: ({"a": s["a"] + x}, x), donate_argnums=0).lower(
+            state, jax.ShapeDtypeStruct((), jnp.float32)
+        )
+
+    return lower
+
+
+def test_a_second_start_lowers_nothing(tmp_path):
+    counter: list[int] = []
+    for start in range(2):
+        store = ProgramStore(tmp_path / "store", "an engine")
+        programs = compile_all({"add": lowering(counter)}, store)
+        out, _ = programs["add"]({"a": jnp.arange(4.0)}, jnp.float32(2))
+        assert out["a"].tolist() == [2, 3, 4, 5]
+        assert store.hits == start
+    assert len(counter) == 1
+
+
+def test_progress_counts_loaded_programs_too(tmp_path):
+    for _ in range(2):
+        seen: list[tuple[int, int]] = []
+        lowerings = {name: lowering([]) for name in "abc"}
+        compile_all(lowerings, ProgramStore(tmp_path, "x"), lambda done, total: seen.append((done, total)))  # noqa: B023
+        assert sorted(seen) == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("change", ["description", "key", "flags"])
+def test_what_a_program_depends_on_is_in_its_key(tmp_path, monkeypatch, change):
+    from jaxserve.runner import program_store
+
+    counter: list[int] = []
+    compile_all({"add": lowering(counter)}, ProgramStore(tmp_path, "one"))
+    if change == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+        program_store._surroundings.cache_clear()
+    key = "sub" if change == "key" else "add"
+    compile_all({key: lowering(counter)}, ProgramStore(tmp_path, "two" if change == "description" else "one"))
+    program_store._surroundings.cache_clear()
+    assert len(counter) == 2
+
+
+def test_a_broken_file_is_compiled_again(tmp_path, caplog):
+    counter: list[int] = []
+    for _ in range(2):
+        compile_all({"add": lowering(counter)}, ProgramStore(tmp_path, "x"))
+        for file in tmp_path.iterdir():
+            file.write_bytes(file.read_bytes()[:100])
+    assert len(counter) == 2
+    assert "compiled again" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    programs = compile_all({"add": lowering([])}, ProgramStore(blocked / "store", "x"))
+    assert programs["add"]({"a": jnp.zeros(4)}, jnp.float32(1))[1] == 1
+    assert "could not be stored" in caplog.text
+
+
+def test_nothing_is_kept_without_a_folder():
+    counter: list[int] = []
+    for _ in range(2):
+        compile_all({"add": lowering(counter)}, ProgramStore(None, "x"))
+    assert len(counter) == 2
+
+
+def test_numbers_are_remembered(tmp_path):
+    calls: list[int] = []
+
+    def make() -> int:
+        calls.append(1)
+        return 17
+
+    assert [ProgramStore(tmp_path, "x").remember("temporaries", make) for _ in range(3)] == [17] * 3
+    assert len(calls) == 1
+
+
+def test_the_longest_unused_go_first(tmp_path, monkeypatch):
+    import os
+
+    monkeypatch.setattr("jaxserve.runner.program_store.MOST_FILES", 2)
+    for age, name in enumerate("abcd"):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (100 - age, 100 - age))
+    prune(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"a", "b"}
+    prune(None)
