@@ -54,7 +54,6 @@ class TracedSteps:
 
         if self._seen == SKIPPED and not self.dispatched:
             jax.profiler.start_trace(self._folder)
-            self._seen += 0
         if len(self.dispatched) == TRACED and self._folder:
             jax.profiler.stop_trace()
             self._folder = ""
@@ -119,11 +118,12 @@ def main() -> None:
         **{"max_model_len": 16384, **options.arguments},
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    params = SamplingParams(
-        temperature=0, max_tokens=SKIPPED + TRACED + 24, ignore_eos=True, detokenize=False
-    )
     core: Any = llm._core
     for rows in map(int, options.rows.split(",")):
+        while_prefilling = rows * options.context // 2048  # tokens of the first rows, at the least
+        params = SamplingParams(
+            temperature=0, max_tokens=SKIPPED + TRACED + 24 + while_prefilling, ignore_eos=True, detokenize=False
+        )
         prompts = [rng.integers(8, 30000, options.context).tolist() for _ in range(rows)]
         with tempfile.TemporaryDirectory() as trace:
             traced = TracedSteps(core, rows, trace)

@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, and tracing nothing imports nothing
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
