@@ -145,7 +145,7 @@ class CompilationConfig:
     """The programs compiled before the engine is ready."""
 
     compile_cache_dir: str | None = setting(
-        None, "Folder of the persistent compile cache. Default: JAXSERVE_CACHE_DIR or ~/.cache/jaxserve."
+        None, "Folder that keeps compiled programs. Default: JAXSERVE_CACHE_DIR or ~/.cache/jaxserve."
     )
     enforce_no_compile: bool = setting(
         False, "Fail a step that would compile after readiness (used in tests)."

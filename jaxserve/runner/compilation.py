@@ -14,27 +14,30 @@ from typing import Any, cast
 
 import jax
 
-from jaxserve.runner.program_store import ProgramStore
+from jaxserve.runner.program_store import ProgramStore, prune
 
 logger = logging.getLogger(__name__)
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def use_persistent_cache(directory: str | None) -> Path | None:
-    """Keep compiled programs on disk, however small; a folder the user set in JAX already is respected."""
+def program_folder(directory: str | None) -> Path | None:
+    """Where compiled programs are kept, or None where they can't be.
+
+    Where JAX's own cache is switched on (``jax_compilation_cache_dir``), that one serves: a program that came out of
+    it cannot be stored again.
+    """
     if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+        logger.info("Compiled programs are kept by JAX, in %s.", jax.config.jax_compilation_cache_dir)
+        return None
     default = os.environ.get("JAXSERVE_CACHE_DIR") or Path.home() / ".cache" / "jaxserve"
     path = Path(directory or default) / "programs"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.warning("No compile cache: %s cannot be created (%s).", path, error.strerror)
+        logger.warning("Compiled programs are not kept: %s cannot be created (%s).", path, error.strerror)
         return None
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    prune(path)
     return path
 
 

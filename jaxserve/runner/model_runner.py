@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.models import Model, build
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch
 from jaxserve.runner.buckets import BucketTable
-from jaxserve.runner.compilation import CompilationCounter, use_persistent_cache
+from jaxserve.runner.compilation import CompilationCounter, program_folder
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
@@ -71,7 +71,7 @@ class JaxModelRunner:
             raise ConfigError(
                 "tensor_parallel_size > 1 is not supported yet; use 1.", param="tensor_parallel_size"
             )
-        self._cache = use_persistent_cache(config.compilation_config.compile_cache_dir)
+        self._program_folder = program_folder(config.compilation_config.compile_cache_dir)
         self.files = resolve_model(
             config.model_config.model,
             config.model_config.revision,
@@ -249,7 +249,7 @@ class JaxModelRunner:
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
             sorted(map(repr, self.model.attention_options)),
         ))  # fmt: skip
-        return ProgramStore(None if self._cache is None else self._cache / "executables", description)
+        return ProgramStore(self._program_folder, description)
 
     def _warm_up(self) -> None:
         """Allocate the state and run every program once on padding, with the arguments of serving."""
