@@ -91,9 +91,11 @@ class _Writer:
     def format(self, value: dict[str, Any]) -> str:
         """The expression of one ``format``."""
         kind = value.get("type")
-        writer = _FORMATS.get(cast(str, kind))
+        writer = _FORMATS.get(kind) if isinstance(kind, str) else None
         if writer is None:
-            raise GrammarError(f"has a format of type {kind!r}; {', '.join(_FORMATS)} are supported.")
+            raise GrammarError(
+                f"has a format of type {str(kind)[:40]!r}; {', '.join(_FORMATS)} are supported."
+            )
         return writer(self, value)
 
     def _inner(self, value: Any) -> str:

@@ -90,12 +90,12 @@ def run_cases(llm: LLM, cases: list[Any], seeds: range) -> float:
 
 
 def test_outputs_are_in_the_language(llm: LLM):
-    assert run_cases(llm, all_cases()[::3], range(1)) > 0.8
+    assert run_cases(llm, all_cases(), range(1)) > 0.8
 
 
 @pytest.mark.slow
 def test_all_outputs_are_in_the_language(llm: LLM):
-    assert run_cases(llm, all_cases(), range(4)) > 0.85
+    assert run_cases(llm, all_cases(), range(1, 12)) > 0.85
 
 
 def test_structural_tags(llm: LLM):
@@ -205,8 +205,10 @@ def test_min_tokens_and_ignore_eos(llm: LLM):
 
 def test_stop_strings_cut_what_was_appended(llm: LLM):
     jumped, stepped = generate(
-        llm, params(regex("[ab]-one-two-three"), stop=["two"]), params(regex("[ab]-one-two-three"), stop=["two"], logprobs=0)
-    )  # fmt: skip
+        llm,
+        params(regex("[ab]-one-two-three"), stop=["two"]),
+        params(regex("[ab]-one-two-three"), stop=["two"], logprobs=0),
+    )
     for output in (jumped, stepped):
         assert output.outputs[0].text[1:] == "-one-"
         assert output.outputs[0].stop_reason == "two"
