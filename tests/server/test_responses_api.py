@@ -144,6 +144,16 @@ async def test_logprobs(respond):
     assert (await respond()).json()["output"][0]["content"][0]["logprobs"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_logprob_is_lost(stream):
+    text = "<think>Hmm</think>Hi!  "
+    body = {"stream": stream, "include": ["message.output_text.logprobs"]}
+    response = await ask(ScriptedEngine({"": text}), body, chat_template=THINKS)
+    answer = events(response)[-1]["response"] if stream else response.json()
+    entries = answer["output"][-1]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in entries) == text
+
+
 async def test_parameters_reach_the_engine(respond, engine: FakeEngine):
     await respond(temperature=0.5, top_p=0.5, top_k=7, seed=3, stop=["x"], ignore_eos=True)
     params = engine.admitted[0].params

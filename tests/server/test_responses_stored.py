@@ -115,6 +115,17 @@ async def test_going_on_after_a_call():
     assert '"name": "weather"' in engine.admitted[1].prompt
 
 
+async def test_going_on_after_a_call_that_broke_off():
+    engine = ScriptedEngine({"": CALL})
+    async with client_of(create_app(engine, ServerConfig(), ["m"])) as client:
+        body = {"input": "hello", "tools": [TOOL], "max_output_tokens": 60}
+        first = (await client.post("/v1/responses", json=body)).json()
+        assert first["output"][0]["status"] == "incomplete"
+        body = {"input": "again", "tools": [TOOL], "previous_response_id": first["id"]}
+        second = (await client.post("/v1/responses", json=body)).json()
+    assert second["status"] == "completed"
+
+
 async def test_input_items(client, respond):
     made = await respond(input=[{"role": "user", "content": str(i)} for i in range(5)])
     path = f"/v1/responses/{made['id']}/input_items"

@@ -24,7 +24,13 @@ from jaxserve.server.errors import error_info
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.responses_api.builder import ResponseBuilder
 from jaxserve.server.openai.responses_api.input_items import chat_messages
-from jaxserve.server.openai.responses_api.objects import Event, OutputLogprob, Response, ResponseUsage
+from jaxserve.server.openai.responses_api.objects import (
+    Event,
+    OutputLogprob,
+    OutputMessage,
+    Response,
+    ResponseUsage,
+)
 from jaxserve.server.openai.responses_api.store import ResponseStore, StoredResponse
 
 logger = logging.getLogger(__name__)
@@ -61,7 +67,7 @@ class ResponseRun:
         self._num_logprobs = num_logprobs
         self._include_reasoning = include_reasoning
         self._logprobs: list[OutputLogprob] = []
-        """Of tokens whose text has not come out of the parser yet."""
+        """Of tokens that came since the last piece of text: as in chat, those of reasoning and calls are among them."""
         self._builder = ResponseBuilder(response)
         self._task: asyncio.Task[None] | None = None
         self.entry = StoredResponse(response, [*messages], input_items, _size(messages, input_items))
@@ -161,8 +167,6 @@ class ResponseRun:
         if isinstance(delta, ContentDelta):
             logprobs, self._logprobs = self._logprobs, []
             return self._builder.text(delta.text, logprobs)
-        if not isinstance(delta, ToolCallDelta):
-            self._logprobs = []  # those were not of the text
         match delta:
             case ReasoningDelta(text):
                 return self._builder.reasoning(text) if self._include_reasoning else []
@@ -179,6 +183,8 @@ class ResponseRun:
         events: list[Event] = []
         if not self.response.output:
             events = self._builder.text("")  # an answer without a word is still a message
+        if self._logprobs and isinstance(self.response.output[-1], OutputMessage):
+            events += self._builder.text("", self._logprobs)
         if reply.finish_reason == "length":
             return events + self._builder.run_out_of_tokens(usage)
         return events + self._builder.complete(usage)
@@ -195,10 +201,21 @@ class ResponseRun:
         if self._store is None or self.entry.deleted:
             return
         items = msgspec.to_builtins(self.response.output)
-        output = chat_messages([item for item in items if item.get("content") != []])
+        output = chat_messages([item for item in items if _can_go_on(item)])
         self.entry.messages = [*self._messages, *output]
         self.entry.num_bytes += _size(items)
         self._store.put(self.entry)
+
+
+def _can_go_on(item: dict[str, Any]) -> bool:
+    """Whether an item can stand in a prompt: not one that never began, or a call whose arguments broke off."""
+    if item["type"] != "function_call":
+        return item["content"] != []
+    try:
+        msgspec.json.decode(item["arguments"] or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True
 
 
 def _encode(events: Sequence[Event]) -> bytes:
