@@ -1,4 +1,4 @@
-"""What the server's flags change: beams' limits, templates of requests, keep-alive comments, logs, TLS, root path, CORS."""
+"""What the server's flags change: limits, templates of requests, beams, keep-alive comments, logs, TLS, CORS."""
 
 from __future__ import annotations
 
