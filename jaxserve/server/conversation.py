@@ -84,6 +84,7 @@ async def render(service: GenerationService, conversation: Conversation) -> tupl
             reasoning_effort=conversation.reasoning_effort,
             thinking_token_budget=conversation.thinking_token_budget,
             template_kwargs=conversation.template_kwargs,
+            continue_final_message=conversation.continue_final_message,
         )
     prompt = await chat_prompt(
         service,

@@ -513,3 +513,25 @@ def test_schemas_of_every_form_are_taken():
     (checked,) = check_tools([tool(parameters=schema)])
     assert checked["function"]["parameters"] == {"type": "object", **schema}
     assert check_tools([tool(parameters={})])[0]["function"]["parameters"] == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("begun", "output", "reasoning", "content"),
+    [
+        ("Sure", ", Paris.", "", ", Paris."),
+        ("<think>Hm", "m.</think>Paris.", "m.", "Paris."),
+        ("<think>Hm.</think>Par", "is.", "", "is."),
+    ],
+)
+@pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
+async def test_a_continued_message_says_where_the_reasoning_is(
+    parser: str, begun: str, output: str, reasoning: str, content: str
+):
+    _, choice = await answer(
+        output,
+        messages=[*HELLO, {"role": "assistant", "content": begun}],
+        continue_final_message=True,
+        config={"reasoning_parser": parser},
+    )
+    assert choice["message"].get("reasoning", "") == reasoning
+    assert choice["message"]["content"] == content

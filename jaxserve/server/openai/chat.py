@@ -63,6 +63,7 @@ async def begin_chat(service: GenerationService, body: ChatCompletionRequest, ca
         thinking_token_budget=body.thinking_token_budget,
         template_kwargs=body.chat_template_kwargs,
         template=body.chat_template,
+        continue_final_message=bool(body.continue_final_message),
     )
     params = _sampling_params(service, body)
     prompt = await chat_prompt(

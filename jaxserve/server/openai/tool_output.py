@@ -26,6 +26,7 @@ from jaxserve.reasoning_params import ReasoningParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.beams import BeamSamplingParams
 from jaxserve.server.generation import GenerationService
+from jaxserve.server.openai.messages import text_of
 from jaxserve.server.openai.prompted_tools import PROMPTED_PARSER, in_messages
 from jaxserve.server.openai.tools import ToolChoice, calls_schema, resolve_choice, schemas_of
 from jaxserve.structured_outputs_params import StructuredOutputsParams, json_schema_output
@@ -56,6 +57,8 @@ class OutputPlan:
     schemas: Schemas | None = None
     parallel_tool_calls: bool = True
     thinking_token_budget: int | None = None
+    continued: str | None = None
+    """The text that the answer goes on with; None begins a new message."""
     forced: StructuredOutputsParams | None = None
     """The grammar of calls that are required."""
     strict: StructuredOutputsParams | None = None
@@ -100,14 +103,14 @@ class OutputPlan:
         reasons = params.structured_outputs in (None, self.strict) or params.reasoning is not None
         if self.forced is None:
             return self.parsers.create(
-                prompt,
+                self._begun(prompt),
                 tools=self.schemas,
                 parallel_tool_calls=self.parallel_tool_calls,
                 reasoning=reasons,
             )
         kind: type[ToolParser] = ForcedCallsParser if self.choice.named is None else ForcedArgumentsParser
         return self.parsers.create(
-            prompt,
+            self._begun(prompt),
             tools=self.schemas,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning=reasons,
@@ -117,7 +120,7 @@ class OutputPlan:
     def _reasoning(self, params: SamplingParams, prompt: str) -> ReasoningParams | None:
         budget = self.thinking_token_budget
         if budget is None:
-            return self.parsers.reasoning_params(prompt)
+            return self.parsers.reasoning_params(self._begun(prompt))
         cls = self.parsers.reasoning_class
         if cls is None or not cls.budgets or not self.parsers.reasoning_end_ids:
             raise UnsupportedError(
@@ -128,7 +131,15 @@ class OutputPlan:
             raise UnsupportedError(
                 "thinking_token_budget is not supported with use_beam_search.", param="thinking_token_budget"
             )
-        return self.parsers.reasoning_params(prompt, budget)
+        return self.parsers.reasoning_params(self._begun(prompt), budget)
+
+    def _begun(self, prompt: str) -> str:
+        """The prompt as reasoning parsers look at it: its end says whether the reasoning has begun, or is over."""
+        cls = self.parsers.reasoning_class
+        if self.continued is None or cls is None:
+            return prompt
+        _, started, rest = self.continued.rpartition(cls.start) if cls.start else ("", "", "")
+        return cls.start or "" if started and cls.end not in rest else cls.end
 
 
 def _is_constrained(params: SamplingParams) -> bool:
@@ -192,6 +203,7 @@ def plan_output(
     thinking_token_budget: int | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     template: str | None = None,
+    continue_final_message: bool = False,
 ) -> OutputPlan:
     """The plan of a request.
 
@@ -205,6 +217,7 @@ def plan_output(
         thinking_token_budget: tokens of reasoning at most; None or -1 is no limit.
         template_kwargs: the request's own variables for the template; they win.
         template: the request's own template, where the server takes one.
+        continue_final_message: the answer goes on with the last message.
 
     Raises:
         InvalidRequestError: naming the parameter.
@@ -222,6 +235,7 @@ def plan_output(
         choice,
         parallel_tool_calls=parallel_tool_calls is not False,
         thinking_token_budget=_budget(thinking_token_budget),
+        continued=text_of(messages[-1]) if continue_final_message else None,
     )
     if not takes_tools(template):
         described = tools if choice.mode != "none" else None
