@@ -77,7 +77,7 @@ EXAMPLES: dict[str, Any] = {
     "structured_outputs": {"regex": "a+"},
     "temperature": 0.5,
     "thinking_token_budget": 5,
-    "tool_choice": "none",
+    "tool_choice": "required",
     "tools": [TOOL],
     "top_k": 3,
     "top_logprobs": 2,
