@@ -59,7 +59,9 @@ class ServerConfig:
         0.0, "Seconds without an event after which a stream sends a comment, for proxies; 0 never does."
     )
     response_store_bytes: int = setting(
-        64 << 20, "Memory for stored responses (/v1/responses); 0 stores none.", parse="size"
+        64 << 20,
+        "Memory for stored responses (/v1/responses); 0, or several API servers, store none.",
+        parse="size",
     )
     response_store_ttl: float = setting(3600.0, "Seconds for which a stored response is kept.")
     tool_call_parser: str = setting(

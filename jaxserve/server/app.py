@@ -77,7 +77,9 @@ def create_app(
     app.state.sse_keep_alive_interval = config.sse_keep_alive_interval
     app.include_router(chat_routes(service))
     app.include_router(completion_routes(service))
-    store = ResponseStore(config.response_store_bytes, config.response_store_ttl)
+    # Several processes would each have a store of their own, and find a response once in a while.
+    store_bytes = config.response_store_bytes if config.api_server_count == 1 else 0
+    store = ResponseStore(store_bytes, config.response_store_ttl)
     app.include_router(response_routes(service, store))
     app.include_router(message_routes(service))
     app.include_router(model_routes(service))

@@ -153,8 +153,9 @@ async def test_a_request_id_names_the_response_once(client, respond):
     error(await client.post("/v1/responses", json={"input": "x", "request_id": "mine"}), 400, "request_id")
 
 
-async def test_a_server_without_a_store(engine: FakeEngine):
-    app = create_app(engine, ServerConfig(response_store_bytes=0), ["m"])
+@pytest.mark.parametrize("config", [{"response_store_bytes": 0}, {"api_server_count": 2}])
+async def test_a_server_without_a_store(engine: FakeEngine, config):
+    app = create_app(engine, ServerConfig(**config), ["m"])
     async with client_of(app) as client:
         made = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 1})
         assert made.json()["store"] is False

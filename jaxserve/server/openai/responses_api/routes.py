@@ -153,7 +153,8 @@ def _wants_store(store: ResponseStore, body: ResponseRequest) -> bool:
     for name in ("store", "background", "previous_response_id"):
         if getattr(body, name):
             raise InvalidRequestError(
-                f"{name} is not available: this server stores no responses (--response-store-bytes 0).",
+                f"{name} is not available: this server stores no responses (--response-store-bytes 0, or "
+                "--api-server-count above 1).",
                 param=name,
             )
     return False
