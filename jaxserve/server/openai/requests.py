@@ -172,7 +172,9 @@ class GenerationRequest(SamplingFields):
 
     def sampling_values(self) -> dict[str, Any]:
         """The sampling fields that the request sets."""
-        values = {name: getattr(self, name) for name in (*SAMPLING_FIELDS, "use_beam_search", "length_penalty")}
+        values = {
+            name: getattr(self, name) for name in (*SAMPLING_FIELDS, "use_beam_search", "length_penalty")
+        }
         values = {name: value for name, value in values.items() if value is not None}
         if self.response_format is not None:
             values["structured_outputs"] = self.response_format
