@@ -102,11 +102,21 @@ class ParserSet:
         Args:
             tools: whether calls are to be found, too.
         """
-        return self._ids(*(cls.special_tokens for cls in self._classes(tools)))
+        return self._shown[tools]
 
     def stop_token_ids(self, *, tools: bool) -> list[int]:
         """Ids that end an output beside the model's own."""
-        return self._ids(*(cls.stop_tokens for cls in self._classes(tools)))
+        return self._stops[tools]
+
+    # Of a request without tools, and of one with them: worked out once, tokenizing takes a while.
+
+    @cached_property
+    def _shown(self) -> list[list[int]]:
+        return [self._ids(*(c.special_tokens for c in self._classes(tools))) for tools in (False, True)]
+
+    @cached_property
+    def _stops(self) -> list[list[int]]:
+        return [self._ids(*(c.stop_tokens for c in self._classes(tools))) for tools in (False, True)]
 
     def create(
         self,

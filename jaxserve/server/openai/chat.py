@@ -181,7 +181,7 @@ class ChatAnswer:
         parser = self._parsers[choice.index]
         delta = delta_of(self._parse(parser, choice), include_reasoning=self._include_reasoning)
         logprobs = self._logprobs(choice)
-        silent = delta == NOTHING and logprobs is None and choice.finish_reason is None
+        silent = (delta is NOTHING or delta == NOTHING) and logprobs is None and choice.finish_reason is None
         if silent and not (self._body.continuous_usage or self._body.return_token_ids):
             return start
         rendered = ChatChunkChoice(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
@@ -44,8 +44,12 @@ def message_of(parsed: ParsedOutput, echo: str, *, include_reasoning: bool) -> A
     return message
 
 
-def delta_of(deltas: Iterable[OutputDelta], *, include_reasoning: bool) -> Delta:
+def delta_of(deltas: Sequence[OutputDelta], *, include_reasoning: bool) -> Delta:
     """The deltas of one piece as one, the parts of each call joined."""
+    if not deltas:
+        return NOTHING
+    if len(deltas) == 1 and isinstance(deltas[0], ContentDelta):  # nearly every token
+        return Delta(content=deltas[0].text)
     content, reasoning = "", ""
     calls: list[ToolCallChunk] = []
     for delta in deltas:

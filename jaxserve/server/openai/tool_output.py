@@ -85,7 +85,7 @@ class OutputPlan:
         stops = self.parsers.stop_token_ids(tools=has_calls)
         if shown:
             changes["shown_special_tokens"] = shown
-        if stops:
+        if stops and not params.ignore_eos:
             changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *stops]
         constrained = "structured_outputs" in changes or params.structured_outputs is not None
         if constrained or self.thinking_token_budget is not None:
