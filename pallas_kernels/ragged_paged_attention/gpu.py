@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, a
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
-from pallas_kernels.kv_cache_update.quantized import FLOAT8, to_cache_type
+from pallas_kernels.kv_cache_update.quantized import FLOAT8, to_cache_type, values_of
 from pallas_kernels.ragged_paged_attention.gpu_decode import (
     DecodeConfig,
     DecodePlan,
@@ -206,8 +206,15 @@ class GpuBackend:
 
         Returns:
             ([T, H, D], the updated cache). Padding tokens write nothing; their output is zero.
+
+        Raises:
+            ValueError: what the kernels cannot do (see ``supported``).
         """
-        head_size, stored = q.shape[2], kv_cache.shape[4]
+        head_size, stored = q.shape[2], values_of(kv_cache).shape[4]
+        group, block_size = q.shape[1] // k.shape[1], values_of(kv_cache).shape[3]
+        reason = supported(head_size, group, block_size, q.dtype, options, values_of(kv_cache).dtype)
+        if reason is not None:
+            raise ValueError(reason)
         if plan is None:
             plan = self.prepare(
                 metadata,

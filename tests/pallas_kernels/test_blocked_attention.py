@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import replace
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 
 from pallas_kernels.dispatch import AttentionOptions, BlockedBackend
@@ -119,6 +122,68 @@ def test_sinks():
     sinks = jnp.asarray(np.random.default_rng(5).standard_normal(batch.q.shape[1]), jnp.float32)
     out, expected = run(batch, AttentionOptions(scale=0.125), sinks)
     np.testing.assert_allclose(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    batch = ragged_batch(rows=CASES["mixed"]["rows"], seed=8, dtype=dtype)
+    out, expected = run(batch, AttentionOptions(scale=0.125, soft_cap=5.0))
+    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 5e-3
+
+
+BLOCK, SWEEP_TOKENS, SWEEP_ROWS, SWEEP_WIDTH, SWEEP_BLOCKS = 16, 96, 8, 12, 70
+
+
+@functools.cache
+def compiled_sweep(options: AttentionOptions):
+    step = jax.jit(BlockedBackend().update_and_attend, static_argnums=5)
+    oracle = jax.jit(
+        functools.partial(
+            ragged_paged_attention, scale=options.scale, sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
+        )
+    )  # fmt: skip
+    return step, oracle
+
+
+def border(draw, low: int, high: int) -> int:
+    """A length in [low, high], near a border of a block more often than not."""
+    near = draw(st.integers(0, high // BLOCK)) * BLOCK + draw(st.integers(-1, 1))
+    return near if low <= near <= high and draw(st.integers(0, 3)) else draw(st.integers(low, high))
+
+
+@st.composite
+def random_rows(draw) -> list[tuple[int, int]]:
+    decodes = [(border(draw, 1, 150), 1) for _ in range(draw(st.integers(0, 4)))]
+    longer = []
+    for _ in range(draw(st.integers(0, 3))):
+        new = border(draw, 2, 26)
+        longer.append((new + border(draw, 0, 120), new))
+    return decodes + longer
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=random_rows(), seed=st.integers(0, 2**31), sinks=st.booleans(),
+    options=st.sampled_from([AttentionOptions(0.125), AttentionOptions(0.3, sliding_window=17, soft_cap=4.0)]),
+)  # fmt: skip
+def test_random_batches(rows, seed, sinks, options):
+    """Against the oracle, in float32; rows, contents and blocks are fresh, NaN is where nothing was written."""
+    live = sum(new for _, new in rows)
+    batch = ragged_batch(
+        rows, heads=6, kv_heads=2, block_size=BLOCK, seed=seed, pad_tokens=SWEEP_TOKENS - live,
+        pad_rows=SWEEP_ROWS - len(rows), width=SWEEP_WIDTH, num_blocks=SWEEP_BLOCKS,
+    )  # fmt: skip
+    logits = jnp.linspace(-3.0, 3.0, 6) if sinks else jnp.full(6, -1e30)
+    step, oracle = compiled_sweep(options)
+    out, cache = step(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, options, logits)
+    expected_cache = kv_cache_update(batch.kv_cache, batch.k, batch.v, batch.metadata.slot_mapping)
+    np.testing.assert_array_equal(cache, expected_cache)
+    expected = oracle(batch.q, expected_cache, batch.metadata, sinks=logits)
+    np.testing.assert_array_equal(out[live:], 0)
+    for token in range(live):
+        error = np.linalg.norm(out[token] - expected[token]) / np.linalg.norm(expected[token])
+        assert error < 1e-5, f"token {token}: relative error {error:.1e}"
 
 
 def test_a_row_does_not_depend_on_its_company():

@@ -78,6 +78,7 @@ DECODE = {
     "group of 3": (dict(rows=[70, 200], heads=3, kv_heads=1), {}),
     "group of 16": (dict(rows=[70, 200], heads=16, kv_heads=1), {}),
     "head of 80": (dict(rows=[70, 200], head_size=80), {}),
+    "head of 96, group of 5": (dict(rows=[15, 200], head_size=96, heads=5, kv_heads=1), {}),
     "head of 128, block of 64": (dict(rows=[70, 200], head_size=128, block_size=64), {}),
     "head of 256, block of 256": (dict(rows=[70], head_size=256, block_size=256, heads=2, kv_heads=1), {}),
     "block of 8": (dict(rows=[70, 200], block_size=8), {}),
@@ -107,6 +108,7 @@ MIXED = {
     "group of 3": (dict(rows=[(100, 60)], heads=3, kv_heads=1), {}),
     "group of 9": (dict(rows=[(100, 40)], heads=9, kv_heads=1), {}),
     "head of 80": (dict(rows=[(100, 60)], head_size=80), {}),
+    "head of 96, group of 7": (dict(rows=[(49, 33)], head_size=96, heads=7, kv_heads=1), {}),
     "head of 128, group of 8": (dict(rows=[(100, 60)], head_size=128, heads=8, kv_heads=1), {}),
     "head of 256, block of 64": (
         dict(rows=[(100, 60), (20, 9)], head_size=256, block_size=64, heads=2, kv_heads=1),
@@ -132,6 +134,33 @@ def test_mixed(name, capsys):
     made = ragged_batch(**{k: v for k, v in {**defaults, **batch}.items() if k != "kv_dtype"})
     made = replace(made, kv_cache=in_cache_type(made.kv_cache, kv_dtype))
     check(made, AttentionOptions(scale=0.2, **options), capsys=capsys)
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_random_batches(seed, capsys):
+    """Random rows, mostly with lengths around the borders of blocks and steps; random shapes, options, cache type."""
+    rng = np.random.default_rng(seed)
+
+    def length(low: int, high: int) -> int:
+        near = int(rng.choice([16, 32, 64, 128])) + int(rng.integers(-1, 2))
+        return near if low <= near <= high and rng.random() < 0.7 else int(rng.integers(low, high + 1))
+
+    decodes = [(length(1, 200), 1) for _ in range(rng.integers(1, 4))]
+    longer = [(n + length(0, 100) * int(rng.integers(0, 2)), n) for n in (length(2, 70) for _ in range(2))]
+    group, kv_heads = int(rng.integers(1, 9)), int(rng.integers(1, 3))
+    batch = ragged_batch(
+        decodes + longer, heads=group * kv_heads, kv_heads=kv_heads, head_size=int(rng.choice([64, 80, 96, 128])),
+        block_size=int(rng.choice([16, 32, 64])), dtype=str(rng.choice(["bfloat16", "float16"])), seed=seed,
+    )  # fmt: skip
+    kv_dtype = batch.kv_cache.dtype if rng.random() < 0.5 else "float8_e4m3fn"
+    options = AttentionOptions(
+        0.2, sliding_window=None if rng.random() < 0.5 else length(1, 100),
+        soft_cap=None if rng.random() < 0.5 else 4.0,
+    )  # fmt: skip
+    check(replace(batch, kv_cache=in_cache_type(batch.kv_cache, kv_dtype)), options, capsys=capsys)
 
 
 @needs_mosaic_gpu
@@ -250,9 +279,10 @@ def test_what_is_refused_says_why_and_what_serves_it():
         assert reason is not None
         assert word in reason
         assert "portable path" in reason
-    reason = supported(128, 4, 16, "bfloat16", plain, "float8_e4m3fn")
+    assert supported(128, 4, 16, "bfloat16", plain, "float8_e4m3fn") is None
+    reason = supported(128, 4, 16, "bfloat16", plain, "int8")
     assert reason is not None
-    assert "float8_e4m3fn" in reason
+    assert "fp8" in reason
 
 
 def test_this_device_is_refused():

@@ -13,12 +13,21 @@ from pallas_kernels.kv_cache_update import gpu, reference
 pytestmark = [pytest.mark.device, needs_mosaic_gpu]
 
 
-@pytest.mark.parametrize("live,num_tokens", [(0, 3), (1, 1), (5, 5), (21, 32), (50, 50)])
-def test_writes_live_tokens_and_nothing_else(live, num_tokens, capsys):
+@pytest.mark.parametrize(
+    "live,num_tokens,dtype",
+    [
+        (0, 3, "bfloat16"),
+        (1, 1, "bfloat16"),
+        (5, 5, "float8_e4m3fn"),
+        (21, 32, "float16"),
+        (50, 50, "bfloat16"),
+    ],
+)
+def test_writes_live_tokens_and_nothing_else(live, num_tokens, dtype, capsys):
     rng = np.random.default_rng(live)
     num_blocks, kv_heads, block_size, head_size = 9, 2, 8, 64
-    cache = jnp.full((2, num_blocks, kv_heads, block_size, head_size), jnp.nan, jnp.bfloat16)
-    k, v = (jnp.asarray(rng.standard_normal((num_tokens, kv_heads, head_size)), jnp.bfloat16) for _ in "kv")
+    cache = jnp.full((2, num_blocks, kv_heads, block_size, head_size), jnp.nan, dtype)
+    k, v = (jnp.asarray(rng.standard_normal((num_tokens, kv_heads, head_size)), dtype) for _ in "kv")
     slots = rng.permutation(num_blocks * block_size)[:num_tokens].astype(np.int32)
     slots[live:] = num_blocks * block_size
     if live > 3:

@@ -309,6 +309,7 @@ def test_random_batches(seed):
         int(rng.choice([64, 80, 96, 128, 256])),
         block_size=block,
         dtype=str(rng.choice(["float32", "bfloat16"])),
+        kv_dtype="float8_e4m3fn" if block == 32 and rng.random() < 0.5 else None,
         options=AttentionOptions(
             0.1,
             sliding_window=None if rng.random() < 0.5 else int(rng.integers(1, 60)),

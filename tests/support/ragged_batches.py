@@ -81,18 +81,21 @@ def ragged_batch(
     dtype=jnp.float32,
     pad_tokens=7,
     pad_rows=2,
+    width=None,
+    num_blocks=None,
 ) -> RaggedBatch:
     """A batch of ``rows`` (context with the new tokens, new tokens), decode rows first, in shuffled blocks.
 
-    Slots no row has written yet hold NaN, and so do the padding tokens' q, k and v.
+    Slots no row has written yet hold NaN, and so do the padding tokens' q, k and v. ``width`` of the block tables and
+    ``num_blocks`` of the cache are what the rows need, unless they are given so that batches share a program.
     """
     rng = np.random.default_rng(seed)
     live = sum(new for _, new in rows)
     num_rows = len(rows) + pad_rows
     num_tokens = max(live + pad_tokens, num_rows)
-    width = max([1, *(-(-context // block_size) for context, _ in rows)]) + 1
     needed = [-(-context // block_size) for context, _ in rows]
-    num_blocks = sum(needed) + 3
+    width = width or max([1, *needed]) + 1
+    num_blocks = num_blocks or sum(needed) + 3
     ids = list(rng.permutation(np.arange(1, num_blocks)))
     tables = np.zeros((len(rows), width), np.int32)
     cache = np.full((2, num_blocks, kv_heads, block_size, head_size), np.nan, np.float32)
