@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,10 @@ from fake_engine import FakeEngine
 from live_server import live_server, until
 
 from jaxserve.config import ServerConfig
+from jaxserve.server.anthropic.content import parse_messages
 from jaxserve.server.app import create_app
+from jaxserve.server.openai.prompted_tools import in_messages
+from jaxserve.server.openai.responses_api.input_items import chat_messages, parse_input
 
 pytestmark = pytest.mark.anyio
 
@@ -186,3 +190,14 @@ async def test_strange_ids(client, path):
     ):
         assert response.status_code in (404, 405)
         assert "error" in response.json()
+
+
+def test_thousands_of_small_pieces_take_linear_time():
+    """A body may hold as many pieces as bytes allow; joining them one by one would take minutes."""
+    text = "x" * 500
+    count = 20_000
+    began = time.monotonic()
+    chat_messages(parse_input([{"role": "assistant", "content": text}] * count))
+    parse_messages([{"role": "user", "content": [{"type": "text", "text": text}] * count}])
+    in_messages([{"role": "tool", "content": text, "tool_call_id": "c"}] * count, None)
+    assert time.monotonic() - began < 10

@@ -103,6 +103,21 @@ async def test_going_on(respond, engine: FakeEngine):
     assert engine.admitted[-1].prompt == "<user>hello\n<assistant>abc\n<user>else\n<assistant>"
 
 
+async def test_references_to_stored_items(client, respond, engine: FakeEngine):
+    first = await respond(input=[{"role": "user", "content": "hello", "id": "mine"}])
+    items = [
+        {"type": "item_reference", "id": "mine"},
+        {"id": first["output"][0]["id"]},
+        {"role": "user", "content": "more"},
+    ]
+    second = await respond(input=items)
+    assert engine.admitted[1].prompt == "<user>hello\n<assistant>abc\n<user>more\n<assistant>"
+    twice = {"input": [items[0], items[0]]}
+    error(await client.post("/v1/responses", json=twice), 400, "input[1].id")
+    listed = (await client.get(f"/v1/responses/{second['id']}/input_items", params={"order": "asc"})).json()
+    assert [item["type"] for item in listed["data"]] == ["message"] * 3
+
+
 async def test_going_on_after_a_call():
     engine = ScriptedEngine({"Rain": "It rains.", "": CALL})
     async with client_of(create_app(engine, ServerConfig(), ["m"])) as client:

@@ -166,13 +166,20 @@ def _tool_use(block: Any, path: str) -> dict[str, Any]:
 
 def _user(blocks: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
+    texts: list[str] = []  # neighbours, joined once: there may be thousands
+
+    def end() -> None:
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
+
     for path, block in blocks:
-        if _kind(block, path, ("text", "tool_result")) == "tool_result":
-            messages.append(_tool_result(block, path))
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n" + _text(block, path)
+        if _kind(block, path, ("text", "tool_result")) == "text":
+            texts.append(_text(block, path))
         else:
-            messages.append({"role": "user", "content": _text(block, path)})
+            end()
+            messages.append(_tool_result(block, path))
+    end()
     return messages or [{"role": "user", "content": ""}]
 
 

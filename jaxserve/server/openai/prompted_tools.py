@@ -31,20 +31,25 @@ def in_messages(
     Neighbouring user messages and results become one: many templates want users and assistants to alternate.
     """
     result: list[dict[str, Any]] = []
+    responses: list[str] = []  # neighbours, joined once: there may be thousands
     for message in messages:
         if message["role"] == "tool":
-            _append_result(result, message)
-        elif message.get("tool_calls"):
-            result.append(_with_calls(message))
-        else:
-            result.append(dict(message))
+            responses.append(f"<tool_response>\n{text_of(message)}\n</tool_response>")
+            continue
+        _append_responses(result, responses)
+        result.append(_with_calls(message) if message.get("tool_calls") else dict(message))
+    _append_responses(result, responses)
     if tools:
         _describe(result, tools)
     return result
 
 
-def _append_result(result: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    text = f"<tool_response>\n{text_of(message)}\n</tool_response>"
+def _append_responses(result: list[dict[str, Any]], responses: list[str]) -> None:
+    """Move ``responses`` to the end of the last user message, or into one of their own."""
+    if not responses:
+        return
+    text = "\n".join(responses)
+    responses.clear()
     if result and result[-1]["role"] == "user":
         result[-1]["content"] = f"{text_of(result[-1])}\n{text}"
     else:

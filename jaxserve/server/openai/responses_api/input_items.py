@@ -6,7 +6,7 @@ Items that one assistant turn consists of (reasoning, text, calls) become one me
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -24,7 +24,7 @@ FOREIGN_ITEMS = frozenset(
     {
         "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction",
         "compaction_trigger", "computer_call", "computer_call_output", "custom_tool_call",
-        "custom_tool_call_output", "file_search_call", "image_generation_call", "item_reference",
+        "custom_tool_call_output", "file_search_call", "image_generation_call",
         "local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call",
         "mcp_list_tools", "program", "program_output", "shell_call", "shell_call_output", "tool_search_call",
         "tool_search_output", "web_search_call",
@@ -86,6 +86,13 @@ class InputReasoning(BaseModel):
     content: list[ReasoningPart] | None = None
 
 
+class ItemReference(BaseModel):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _kind(item: Any) -> str:
     return item.get("type", "message") if isinstance(item, dict) else "message"
 
@@ -94,7 +101,8 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind),
 ]
 
@@ -127,8 +135,8 @@ def _parse_item(item: Any, path: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{path} must be an object.", param=path)
     fields = cast("dict[str, Any]", item)
     kind = fields.get("type")
-    if kind is None and "role" in fields:
-        kind = "message"
+    if kind is None:
+        kind = "message" if "role" in fields else "item_reference" if "id" in fields else None
     match kind:
         case "message":
             checked = _message(fields, path)
@@ -138,9 +146,14 @@ def _parse_item(item: Any, path: str) -> dict[str, Any]:
             checked = _call_output(fields, path)
         case "reasoning":
             checked = _reasoning(fields, path)
+        case "item_reference":
+            text_field(known_fields(fields, path, ("id", "type")), "id", path)
+            checked = {}
         case _:
             raise _wrong_type(kind, path)
-    prefix = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}[kind]
+    prefix = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(
+        kind
+    )
     identity = fields.get("id") or f"{prefix}_{secrets.token_hex(16)}"
     if not isinstance(identity, str):
         raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
@@ -270,44 +283,91 @@ def _list(value: Any, path: str) -> list[Any]:
     return cast("list[Any]", value)
 
 
+def resolve_references(
+    items: Sequence[dict[str, Any]], find: Callable[[Collection[str]], Mapping[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The items, with those that references name in the references' place.
+
+    Args:
+        items: checked.
+        find: stored items by their ids; what is not stored is left out.
+
+    Raises:
+        InvalidRequestError: there is no such item, or it is named twice.
+    """
+    stored = dict(find({item["id"] for item in items if item["type"] == "item_reference"}))
+    result: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        if item["type"] == "item_reference":
+            # Once each: a short request could ask for any amount of text otherwise.
+            found = stored.pop(item["id"], None)
+            if found is None:
+                raise InvalidRequestError(
+                    f"input[{index}].id {item['id'][:100]!r} names no stored item, or one that was named before.",
+                    param=f"input[{index}].id",
+                )
+            item = found
+        result.append(item)
+    return result
+
+
 # --- to chat messages --------------------------------------------------------------------------------------
 
 
 def chat_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checked items, or the items of an output, as chat messages in OpenAI's chat form."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None
-    """The assistant's message that is being put together."""
+    turn: _Turn | None = None
     for item in items:
         if item["type"] == "function_call_output" or item.get("role", "assistant") != "assistant":
+            _end(turn, messages)
             turn = None
             messages.append(_other_message(item))
             continue
-        starts = turn is None or (item["type"] != "function_call" and "tool_calls" in turn)
-        if turn is None or starts:
-            turn = {"role": "assistant", "content": ""}
-            messages.append(turn)
-        _add_to_turn(turn, item)
+        if turn is None or (item["type"] != "function_call" and turn.calls):
+            _end(turn, messages)
+            turn = _Turn()
+        turn.add(item)
+    _end(turn, messages)
     return messages
+
+
+def _end(turn: _Turn | None, messages: list[dict[str, Any]]) -> None:
+    if turn is not None:
+        messages.append(turn.message())
+
+
+class _Turn:
+    """One message of the assistant's, put together; texts are joined once, since there may be thousands."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def add(self, item: dict[str, Any]) -> None:
+        match item["type"]:
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                self.calls.append({"id": item["call_id"], "type": "function", "function": function})
+            case "reasoning":
+                self.thoughts.append(_joined(item["content"] or item["summary"]))
+            case _:
+                self.texts.append(_joined(item["content"]))
+
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, self.texts))}
+        if reasoning := "\n".join(filter(None, self.thoughts)):
+            message["reasoning"] = reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 def _other_message(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] == "function_call_output":
         return {"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])}
     return {"role": item["role"], "content": _joined(item["content"])}
-
-
-def _add_to_turn(turn: dict[str, Any], item: dict[str, Any]) -> None:
-    match item["type"]:
-        case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
-        case "reasoning":
-            text = _joined(item["content"] or item["summary"])
-            turn["reasoning"] = "\n".join(filter(None, [turn.get("reasoning"), text]))
-        case _:
-            turn["content"] = "\n".join(filter(None, [turn["content"], _joined(item["content"])]))
 
 
 def _joined(parts: str | list[dict[str, Any]]) -> str:

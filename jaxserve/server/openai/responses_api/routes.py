@@ -18,7 +18,7 @@ from jaxserve.server.conversation import Conversation
 from jaxserve.server.generation import GenerationService
 from jaxserve.server.json_body import JSONRoute
 from jaxserve.server.openai.responses import json_response
-from jaxserve.server.openai.responses_api.input_items import chat_messages
+from jaxserve.server.openai.responses_api.input_items import chat_messages, resolve_references
 from jaxserve.server.openai.responses_api.objects import (
     DeletedResponse,
     ItemList,
@@ -114,7 +114,8 @@ async def _admit(service: GenerationService, store: ResponseStore, body: Respons
     if body.background:
         store.check_room()
     params = _sampling_params(service, body)
-    messages = [*history, *chat_messages(body.input)]
+    items = resolve_references(body.input, store.items)
+    messages = [*history, *chat_messages(items)]
     reply = await conversation.submit(
         service,
         _conversation(body, messages),
@@ -129,7 +130,7 @@ async def _admit(service: GenerationService, store: ResponseStore, body: Respons
         reply,
         store if stored else None,
         messages,
-        body.input,
+        items,
         body.num_logprobs,
         include_reasoning=body.include_reasoning is not False,
     )

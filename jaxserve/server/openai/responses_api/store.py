@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from jaxserve.errors import QueueFullError
 from jaxserve.server.errors import HTTPProblem
@@ -168,6 +170,17 @@ class ResponseStore:
         if entry is None or self._expired(entry):
             raise ResponseNotFoundError(response_id, param)
         return entry
+
+    def items(self, ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Those of the input and output items with these ids that are stored, in one pass."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self._entries.values() if ids else ():
+            if self._expired(entry):
+                continue
+            found.update((item["id"], item) for item in entry.input_items if item["id"] in ids)
+            outputs = [item for item in entry.response.output if item.id in ids]
+            found.update((item.id, msgspec.to_builtins(item)) for item in outputs)
+        return found
 
     def delete(self, response_id: str) -> StoredResponse:
         """
