@@ -16,6 +16,7 @@ from tiny_checkpoints import EOS_TOKEN_ID, write_tiny_checkpoint
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.outputs import RequestOutput
+from jaxserve.reasoning_params import ReasoningParams
 
 pytestmark = pytest.mark.device
 
@@ -276,3 +277,21 @@ def test_without_a_tokenizer_it_is_refused(model: Path):
         pytest.raises(UnsupportedError, match="skip_tokenizer_init"),
     ):
         generate(bare, params(regex("a")), prompt=[5, 6])
+
+
+def test_reasoning_is_free_and_ends_with_its_budget(llm: LLM):
+    """Requests with and without a grammar, in one batch with free ones."""
+    end = 77
+    asked = [
+        params(regex("[a-c]{4}") if budget % 2 else None, reasoning=ReasoningParams(end_token_ids=[end], budget=budget),
+               seed=budget, max_tokens=30, ignore_eos=True)
+        for budget in (0, 1, 2, 5, 8)
+    ]  # fmt: skip
+    outputs = llm.generate([[5, 6, 7]] * 6, [*asked, params(seed=9, max_tokens=30)])
+    for request, output in zip(asked, outputs):
+        token_ids = output.outputs[0].token_ids
+        at = token_ids.index(end)
+        assert at <= request.reasoning.budget
+        if request.structured_outputs is not None:
+            answer = llm.get_tokenizer().decode(token_ids[at + 1 :])
+            assert re.fullmatch("[a-c]{4}", answer), answer
