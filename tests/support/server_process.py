@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -31,9 +32,11 @@ class ServerProcess:
         self.port = free_port()
         server = {"port": self.port, "shutdown_timeout": 1.0, **options.pop("server", {})}
         command = {"model": str(model), "server": server, **options}
+        # A file: a pipe that nobody empties stops the server when it is full.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 it lives as long as the process
         self.process = subprocess.Popen(
             [sys.executable, str(FAKE_STACK), json.dumps(command)],
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stderr=self._log, text=True, start_new_session=True,
         )  # fmt: skip
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -42,7 +45,7 @@ class ServerProcess:
         end = time.monotonic() + seconds
         client = client or httpx.Client(base_url=self.url, timeout=5)
         while True:
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.logged()
             assert time.monotonic() < end, "the server does not become ready"
             with contextlib.suppress(httpx.TransportError):
                 if client.get("/health").status_code == 200:
@@ -77,11 +80,19 @@ class ServerProcess:
                 values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
         return values
 
+    def logged(self) -> str:
+        """What the processes have logged."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait(self, seconds: float = 30) -> tuple[int, str]:
+        """Wait for the end; the exit code and what was logged."""
+        return self.process.wait(seconds), self.logged()
+
     def stop(self) -> tuple[int, str]:
-        """SIGTERM; the exit code and what was logged."""
+        """SIGTERM, and ``wait``."""
         self.process.terminate()
-        _, logged = self.process.communicate(timeout=30)
-        return self.process.returncode, logged
+        return self.wait()
 
 
 @contextlib.contextmanager
