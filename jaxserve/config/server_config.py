@@ -17,7 +17,7 @@ class ServerConfig:
     uds: str | None = setting(None, "Path of a Unix domain socket to bind instead of host and port.")
     api_server_count: int = setting(
         1,
-        "API-server processes over one engine. Stored responses and /load are each process's own.",
+        "API-server processes over one engine; /load then counts each process's own requests.",
     )
     root_path: str = setting("", "Path under which a proxy serves this server, such as /llm.")
     api_key: list[str] | None = setting(
