@@ -122,7 +122,10 @@ def main() -> None:
     for rows in map(int, options.rows.split(",")):
         while_prefilling = rows * options.context // 2048  # tokens of the first rows, at the least
         params = SamplingParams(
-            temperature=0, max_tokens=SKIPPED + TRACED + 24 + while_prefilling, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=SKIPPED + TRACED + 24 + while_prefilling,
+            ignore_eos=True,
+            detokenize=False,
         )
         prompts = [rng.integers(8, 30000, options.context).tolist() for _ in range(rows)]
         with tempfile.TemporaryDirectory() as trace:

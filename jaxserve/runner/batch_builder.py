@@ -48,8 +48,16 @@ class BatchBuilder:
         fields["sampling"][:] = make_table(self.max_num_seqs)[-1]
         return buffer
 
-    def build(self, batch: InputBatch, step: SchedulerOutput) -> StepBatch:
-        """Pad the scheduled rows; advances ``num_computed_tokens`` of each by what is scheduled, never by a pad."""
+    def build(
+        self, batch: InputBatch, step: SchedulerOutput, *, decode_only: bool | None = None
+    ) -> StepBatch:
+        """Pad the scheduled rows; advances ``num_computed_tokens`` of each by what is scheduled, never by a pad.
+
+        Args:
+            batch: the persistent rows.
+            step: what is scheduled.
+            decode_only: whether a program for rows of one token alone will run it; None: if all rows are.
+        """
         request_ids = list(step.num_scheduled_tokens)
         num_rows = len(request_ids)
         rows = np.fromiter(map(batch.row_of.__getitem__, request_ids), np.int32, num_rows)
@@ -57,7 +65,9 @@ class BatchBuilder:
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         num_tokens = int(starts[-1])
-        bucket = self.table.smallest(num_tokens, num_rows, decode_only=step.num_decode_rows == num_rows)
+        if decode_only is None:
+            decode_only = step.num_decode_rows == num_rows
+        bucket = self.table.smallest(num_tokens, num_rows, decode_only=decode_only)
         layout = self.layouts[bucket]
         buffer = np.empty(layout.size, np.int32)
         fields = layout.split(buffer)

@@ -29,8 +29,11 @@ class BucketTable:
     """Buckets in ascending order of tokens."""
 
     buckets: tuple[Bucket, ...]
+    """All of them."""
     mixed: tuple[Bucket, ...]
-    """Those that also hold rows of several tokens."""
+    """For steps that hold anything."""
+    decode: tuple[Bucket, ...] = ()
+    """For steps of one token a row, where these have programs of their own: T = R."""
 
     @classmethod
     def build(
@@ -40,20 +43,17 @@ class BucketTable:
 
         Args:
             max_num_batched_tokens, max_num_seqs: the largest step.
-            decode_programs: steps that only decode have programs of their own; then the smallest buckets are for
-                them alone, since a prompt's few tokens cost what ``SMALLEST_MIXED`` do.
+            decode_programs: steps that only decode have programs of their own, up to ``max_num_seqs``; then the others
+                begin at ``SMALLEST_MIXED``, since a prompt's few tokens cost what that many do.
         """
-        sizes = [1] if max_num_batched_tokens > 1 else []
-        size = SMALLEST_BATCH
-        while size < max_num_batched_tokens:
-            sizes.append(size)
-            size *= 2
-        sizes.append(max_num_batched_tokens)
-        buckets = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
         if not decode_programs:
-            return cls(buckets, buckets)
-        mixed = tuple(bucket for bucket in buckets if bucket.num_tokens >= SMALLEST_MIXED)
-        return cls(buckets, mixed or buckets[-1:])
+            every = tuple(Bucket(size, min(size, max_num_seqs)) for size in _ladder(max_num_batched_tokens))
+            return cls(every, every)
+        sizes = _ladder(max_num_batched_tokens)
+        sizes = [size for size in sizes if size >= SMALLEST_MIXED] or sizes[-1:]
+        mixed = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
+        decode = tuple(Bucket(size, size) for size in _ladder(min(max_num_seqs, max_num_batched_tokens)))
+        return cls(tuple(sorted({*mixed, *decode})), mixed, decode)
 
     def smallest(self, num_tokens: int, num_rows: int, *, decode_only: bool = False) -> Bucket:
         """The smallest bucket that holds the batch.
@@ -65,10 +65,19 @@ class BucketTable:
         Raises:
             ValueError: none does; the scheduler broke its budget.
         """
-        buckets = self.buckets if decode_only else self.mixed
+        buckets = self.decode if decode_only and self.decode else self.mixed
         index = bisect.bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
         while index < len(buckets) and buckets[index].num_rows < num_rows:
             index += 1
         if index == len(buckets):
             raise ValueError(f"No bucket holds {num_tokens} tokens in {num_rows} rows.")
         return buckets[index]
+
+
+def _ladder(most: int) -> list[int]:
+    sizes = [1] if most > 1 else []
+    size = SMALLEST_BATCH
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, most]

@@ -113,7 +113,11 @@ def choose_num_blocks(
             f"programs {budget.program_temporaries / MIB:,.0f}."
         )
     longest = max(0, num_blocks - 1) * block_size
-    advice = f"Lower --max-model-len to {longest:,} or less (or set it to auto)," if longest else "Not one block fits:"
+    advice = (
+        f"Lower --max-model-len to {longest:,} or less (or set it to auto),"
+        if longest
+        else "Not one block fits:"
+    )
     raise OutOfMemoryError(
         f"The KV cache gets {have / MIB:,.1f} MiB from {source}, but one request of "
         f"{(needed - 1) * block_size:,} tokens needs {want / MIB:,.1f} MiB: {(want - have) / MIB:,.1f} MiB are missing."

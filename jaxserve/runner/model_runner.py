@@ -22,7 +22,7 @@ from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
 from jaxserve.runner.program_store import ProgramStore
-from jaxserve.runner.programs import ProgramShapes, StepPrograms, StepVariant, step_variants
+from jaxserve.runner.programs import ProgramShapes, ProgramStyle, StepPrograms, StepVariant, step_variants
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.sampling.metadata import Feature, set_masked
 from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
@@ -170,9 +170,12 @@ class JaxModelRunner:
         assert scheduler.max_num_seqs is not None
         assert scheduler.max_num_batched_tokens is not None
         self.max_num_seqs = scheduler.max_num_seqs
+        self._style = ProgramStyle.of(self.platform)
         self.builder = BatchBuilder(
             BucketTable.build(
-                scheduler.max_num_batched_tokens, self.max_num_seqs, decode_programs=self.platform != "cpu"
+                scheduler.max_num_batched_tokens,
+                self.max_num_seqs,
+                decode_programs=self._style.decode_programs,
             ),
             self.block_size,
             self.max_num_seqs,
@@ -240,7 +243,13 @@ class JaxModelRunner:
             ),
             kv_cache_dtype=self.cache_dtype,
         )
-        variants = step_variants(self.builder.table, specialise=self.platform != "cpu")
+        variants = step_variants(self.builder.table, self._style)
+        fixed = [variant.bucket for variant in variants if variant.fixed]
+        shapes = replace(
+            shapes,
+            decode_input=max((self.builder.layouts[bucket].size for bucket in fixed), default=0),
+            decode_rows=max((bucket.num_rows for bucket in fixed), default=0),
+        )
         return StepPrograms(self.model, self.builder, shapes, self.params, variants, self._program_store())
 
     def _program_store(self) -> ProgramStore:
@@ -256,16 +265,15 @@ class JaxModelRunner:
         started = time.monotonic()
         compiled = self.programs.compiled
         self.state = self.programs.shapes.allocate_state()
-        for key, program in compiled.items():
+        for key in compiled:
             if isinstance(key, StepVariant):
-                output, self.state = program(
-                    self.params, self.state, self._put(self.builder.padding(key.bucket))
-                )
-                hidden = compiled["slice_hidden", key.bucket.num_tokens](
-                    output.hidden, self._put(np.int32(0))
-                )
+                hidden = self._warm_up_step(key)
+                if hidden is not None:
+                    hidden_states = compiled["slice_hidden", key.bucket.num_tokens](
+                        hidden, self._put(np.int32(0))
+                    )
         score_ids = self._put(np.zeros(SCORE_CHUNK, np.int32))
-        jax.block_until_ready(compiled["score"](self.params, hidden, score_ids))
+        jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))
         self._patch(TablePatches([self.max_num_seqs], [0], [0]))
         row = np.int32(self.max_num_seqs)
         self._change_sampler("reset_row", row)
@@ -296,6 +304,18 @@ class JaxModelRunner:
             device=f"{jax.local_devices()[0].device_kind} ({self.platform})",
         )
 
+    def _warm_up_step(self, variant: StepVariant) -> jax.Array | None:
+        """Run a step program on padding, its output read and not; its hidden states, if it has any."""
+        hidden = None
+        for with_logprobs in (False, True):
+            buffer = self._put(self.builder.padding(variant.bucket))
+            _, hidden, self.state = self.programs.run(
+                variant, self.params, self.state, buffer, with_logprobs=with_logprobs
+            )
+            if not variant.fixed:
+                break
+        return hidden
+
     # --- steps ----------------------------------------------------------------------------------------------
 
     def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep:
@@ -312,20 +332,27 @@ class JaxModelRunner:
         exhausted: set[str] = set()
         if batch.masked or scheduler_output.token_masks:
             exhausted = self._update_masks(scheduler_output)
-        step = self.builder.build(batch, scheduler_output)
-        self._patch(step.early_patches)
-        program = self.programs.choose(
-            step.bucket,
-            greedy=step.features == Feature.NONE,
-            decode_only=scheduler_output.num_decode_rows == len(step.request_ids),
+        scores = bool(batch.scoring_prompt) and not batch.scoring_prompt.isdisjoint(
+            scheduler_output.num_scheduled_tokens
         )
-        output, self.state = program(self.params, self.state, self._put(step.buffer))
+        decode_only = not scores and scheduler_output.num_decode_rows == len(
+            scheduler_output.num_scheduled_tokens
+        )
+        step = self.builder.build(batch, scheduler_output, decode_only=decode_only)
+        self._patch(step.early_patches)
+        variant = self.programs.choose(
+            step.bucket, greedy=step.features == Feature.NONE, decode_only=decode_only
+        )
+        num_logprobs = self._num_logprobs(step)
+        sampled, hidden, self.state = self.programs.run(
+            variant, self.params, self.state, self._put(step.buffer), with_logprobs=bool(num_logprobs)
+        )
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,
-            sampled=output.sampled,
+            sampled=sampled,
             sampling_rows=self._sampling_rows(step, scheduler_output),
-            num_logprobs=self._num_logprobs(step),
-            prompts=self._score_prompts(step, output.hidden) if batch.scoring_prompt else [],
+            num_logprobs=num_logprobs,
+            prompts=self._score_prompts(step, hidden) if scores and hidden is not None else [],
             on_tokens=self._read_tokens,
             exhausted=exhausted,
         )

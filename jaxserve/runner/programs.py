@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,19 @@ from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.step_program import (
     PATCH_CHUNK,
     SCORE_CHUNK,
+    DecodeBuffers,
     DeviceState,
     patch_block_tables,
+    put_step_input,
+    run_decode_step,
     run_step,
     score_prompt,
     slice_hidden,
+    take_sampled,
 )
 from jaxserve.sampling import state as sampler_state
+from jaxserve.sampling.logprobs import LogprobArrays
+from jaxserve.sampling.sampler import SamplerOutput
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
 from pallas_kernels.kv_cache_update.quantized import abstract_cache
 
@@ -43,6 +49,10 @@ class ProgramShapes:
     max_blocks_per_row: int
     kv_cache_shapes: tuple[tuple[int, ...], ...]
     kv_cache_dtype: Any
+    decode_input: int = 0
+    """Elements of the largest input of a decode step with fixed addresses."""
+    decode_rows: int = 0
+    """Rows of the largest such step."""
 
     def abstract_state(self) -> DeviceState:
         """Shapes of what lives on the device."""
@@ -53,7 +63,15 @@ class ProgramShapes:
             ],
             block_tables=Abstract((self.max_num_seqs, self.max_blocks_per_row), jnp.int32),
             sampler=SamplerState(**state_shapes(self.max_num_seqs, self.vocab_size)),
+            decode=DecodeBuffers(Abstract((self.decode_input,), jnp.int32), self._sampled()),
         )
+
+    def _sampled(self) -> SamplerOutput:
+        rows, top = (self.decode_rows,), (self.decode_rows, self.max_logprobs)
+        logprobs = LogprobArrays(
+            Abstract(rows, jnp.float32), Abstract(rows, jnp.int32), Abstract(top, jnp.int32), Abstract(top, jnp.float32)
+        )  # fmt: skip
+        return SamplerOutput(Abstract(rows, jnp.int32), logprobs)
 
     def allocate_state(self) -> DeviceState:
         """Zeros in these shapes: uninitialised memory may hold NaN, which masking does not stop."""
@@ -68,26 +86,40 @@ class StepVariant:
         bucket: its shape.
         greedy_only: the argmax alone instead of the whole sampler.
         decode_only: rows of one token alone.
+        fixed: the decode step between fixed addresses (``run_decode_step``).
     """
 
     bucket: Bucket
     greedy_only: bool = False
     decode_only: bool = False
+    fixed: bool = False
 
 
-def step_variants(table: BucketTable, specialise: bool) -> list[StepVariant]:
-    """Every step program, the largest first: they compile longest.
+@dataclass(frozen=True)
+class ProgramStyle:
+    """How a platform's steps are cut into programs.
 
     Args:
-        table: the buckets.
-        specialise: compile steps that only decode on their own, with the whole sampler and with the argmax alone.
+        decode_programs: compile steps that only decode on their own, with the whole sampler and with the argmax alone.
             Accelerators gain from it: a branch costs them a round trip to the host. On CPUs one program serves all.
+        fixed_addresses: those programs run between buffers that never move, which CUDA graphs gain from.
     """
+
+    decode_programs: bool
+    fixed_addresses: bool
+
+    @classmethod
+    def of(cls, platform: str) -> ProgramStyle:
+        return cls(decode_programs=platform != "cpu", fixed_addresses=platform == "gpu")
+
+
+def step_variants(table: BucketTable, style: ProgramStyle) -> list[StepVariant]:
+    """Every step program, the largest first: they compile longest."""
     variants: list[StepVariant] = []
     for bucket in reversed(table.buckets):
-        if specialise and bucket.num_tokens == bucket.num_rows:
-            variants += [StepVariant(bucket, greedy_only, decode_only=True) for greedy_only in (False, True)]
-        if not specialise or bucket in table.mixed:
+        if bucket in table.decode:
+            variants += [StepVariant(bucket, greedy, True, style.fixed_addresses) for greedy in (False, True)]
+        if bucket in table.mixed:
             variants.append(StepVariant(bucket))
     return variants
 
@@ -119,12 +151,17 @@ class StepPrograms:
     def lower_step(self, variant: StepVariant) -> jax.stages.Lowered:
         """Trace and lower one step."""
         layout = self.builder.layouts[variant.bucket]
-        step = partial(
-            run_step, model=self.model, layout=layout, num_slots=self.shapes.num_blocks * self.shapes.block_size,
-            max_logprobs=self.shapes.max_logprobs, greedy_only=variant.greedy_only, decode_only=variant.decode_only,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "model": self.model, "layout": layout, "num_slots": self.shapes.num_blocks * self.shapes.block_size,
+            "max_logprobs": self.shapes.max_logprobs, "greedy_only": variant.greedy_only,
+        }  # fmt: skip
+        state = self.shapes.abstract_state()
+        if variant.fixed:
+            step = partial(run_decode_step, **options)
+            return jax.jit(step, donate_argnums=(1,)).lower(self._params, state)
+        step = partial(run_step, **options, decode_only=variant.decode_only)
         return jax.jit(step, donate_argnums=(1,)).lower(
-            self._params, self.shapes.abstract_state(), Abstract((layout.size,), jnp.int32)
+            self._params, state, Abstract((layout.size,), jnp.int32)
         )
 
     def temporaries(self) -> int:
@@ -169,6 +206,19 @@ class StepPrograms:
         lowerings["patch"] = partial(
             jax.jit(patch_block_tables, donate_argnums=(0,)).lower, state, patch, patch, patch
         )
+        return lowerings | self._lower_decode_buffers(state.decode)
+
+    def _lower_decode_buffers(self, buffers: DecodeBuffers) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        """What moves a fixed decode step's input in and its output out, for each of their buckets."""
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+        for bucket in {variant.bucket: None for variant in self.variants if variant.fixed}:
+            size = Abstract((self.builder.layouts[bucket].size,), jnp.int32)
+            put = jax.jit(put_step_input, donate_argnums=(0,))
+            lowerings["put_step_input", bucket.num_tokens] = partial(put.lower, buffers.step_input, size)
+            for with_logprobs in (False, True):
+                take = jax.jit(partial(take_sampled, num_rows=bucket.num_rows, with_logprobs=with_logprobs))
+                key = ("take_sampled", bucket.num_tokens, with_logprobs)
+                lowerings[key] = partial(take.lower, buffers.sampled)
         return lowerings
 
     def _lower_slice(self, bucket: Bucket) -> jax.stages.Lowered:
@@ -183,27 +233,61 @@ class StepPrograms:
     def _hidden(self, num_tokens: int) -> Abstract:
         return Abstract((num_tokens, self.model.hidden_size), self.model.dtype)
 
-    def choose(self, bucket: Bucket, *, greedy: bool, decode_only: bool) -> Any:
+    def choose(self, bucket: Bucket, *, greedy: bool, decode_only: bool) -> StepVariant:
         """The most special program that can run a step."""
+        fixed = self.shapes.decode_rows > 0
         for variant in (
-            StepVariant(bucket, greedy, True),
-            StepVariant(bucket, False, True),
+            StepVariant(bucket, greedy, True, fixed),
+            StepVariant(bucket, False, True, fixed),
             StepVariant(bucket),
         ):
             fits = (decode_only or not variant.decode_only) and (greedy or not variant.greedy_only)
             if fits and variant in self.compiled:
-                return self.compiled[variant]
+                return variant
         raise KeyError(f"No program was compiled for {bucket}.")
+
+    def run(
+        self, variant: StepVariant, params: Any, state: DeviceState, buffer: jax.Array, *, with_logprobs: bool
+    ) -> tuple[SamplerOutput, jax.Array | None, DeviceState]:
+        """Dispatch a step.
+
+        Args:
+            variant: of ``choose``.
+            params: the weights.
+            state: donated.
+            buffer: the packed input.
+            with_logprobs: whether anybody will read the logprobs.
+
+        Returns:
+            what was sampled, the hidden states (None for a fixed decode step), the new state.
+        """
+        program = self.compiled[variant]
+        if not variant.fixed:
+            output, state = program(params, state, buffer)
+            return output.sampled, output.hidden, state
+        size = variant.bucket.num_tokens
+        step_input = self.compiled["put_step_input", size](state.decode.step_input, buffer)
+        state = program(params, replace(state, decode=DecodeBuffers(step_input, state.decode.sampled)))
+        return self.compiled["take_sampled", size, with_logprobs](state.decode.sampled), None, state
+
+    def _with_all_kernels(self) -> list[StepVariant]:
+        """The smallest programs that together hold every attention kernel, where these are compiled on their own."""
+        fixed = [variant for variant in self.variants if variant.fixed]
+        mixed = [variant for variant in self.variants if not variant.decode_only]
+        return [fixed[-1], mixed[-1]] if fixed else []
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything in the table."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
         for variant in self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
-        for bucket in self.builder.table.buckets:
+        for bucket in {variant.bucket: None for variant in self.variants if not variant.fixed}:
             lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
         keys = {key: self._key(key) for key in lowerings}
-        compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
+        compiled = compile_all(
+            {keys[key]: lower for key, lower in lowerings.items()}, self.store, progress,
+            first=[keys[key] for key in self._with_all_kernels()],
+        )  # fmt: skip
         self.compiled = {key: compiled[stored] for key, stored in keys.items()}

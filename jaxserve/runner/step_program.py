@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import Model
 from jaxserve.runner.step_layout import StepLayout
-from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs
+from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
 from jaxserve.sampling.metadata import SamplingMetadata
 from jaxserve.sampling.sampler import SamplerOutput, sample
 from jaxserve.sampling.state import SamplerState
@@ -27,12 +27,24 @@ SCORE_CHUNK = 64
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DecodeBuffers:
+    """Where decode steps with fixed addresses find their input and leave their output: see ``run_decode_step``."""
+
+    step_input: jax.Array
+    """int32[the largest such step's layout]."""
+    sampled: SamplerOutput
+    """For as many rows as the largest such step has."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DeviceState:
-    """KV caches (one a layer), block tables int32 [S, B] and what the sampler remembers."""
+    """KV caches (one a layer), block tables int32 [S, B], what the sampler remembers, decode steps' buffers."""
 
     kv_caches: list[KVCache]
     block_tables: jax.Array
     sampler: SamplerState
+    decode: DecodeBuffers
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +69,11 @@ def attention_metadata(
     starts = fields["query_start_loc"]
     computed = fields["num_computed_tokens"]
     token_index = jnp.arange(num_tokens, dtype=jnp.int32)
-    row_ids = jnp.sum(token_index[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
-    row_ids = jnp.minimum(row_ids, num_rows - 1)
+    if decode_only:
+        row_ids = token_index
+    else:
+        row_ids = jnp.sum(token_index[:, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
+        row_ids = jnp.minimum(row_ids, num_rows - 1)
     live = token_index < starts[-1]
     positions = jnp.where(live, token_index - starts[row_ids] + computed[row_ids], 0)
     block_tables = tables.at[fields["row_index"]].get(mode="fill", fill_value=0)
@@ -94,6 +109,7 @@ def run_step(
         params: the model's weights.
         state: donated.
         buffer: the packed host input, int32 [layout.size].
+        model, layout: of this program.
         num_slots: slots of the cache (num_blocks * block_size): the first out-of-range one.
         max_logprobs: most likely tokens listed a row.
         greedy_only: compile the argmax alone.
@@ -107,13 +123,56 @@ def run_step(
     last_sampled = state.sampler.last_token_ids[fields["row_index"][metadata.row_ids]]
     token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
     hidden, kv_caches = model.forward(params, token_ids, metadata.positions, state.kv_caches, metadata)
-    last_tokens = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    logits = model.logits(params, hidden[last_tokens])
+    last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
+    logits = model.logits(params, last)
     sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
     sampled, sampler = sample(
         logits, sampling, state.sampler, max_logprobs=max_logprobs, greedy_only=greedy_only
     )
-    return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler)
+    return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler, state.decode)
+
+
+def run_decode_step(
+    params: dict[str, jax.Array],
+    state: DeviceState,
+    *,
+    model: Model,
+    layout: StepLayout,
+    num_slots: int,
+    max_logprobs: int,
+    greedy_only: bool,
+) -> DeviceState:
+    """``run_step`` for rows of one token, between buffers that never move.
+
+    A GPU runs a program's kernels as one CUDA graph, and has to rewrite that graph, which takes a millisecond, when
+    the address of any argument or result is another one than last time. Here all of them are donated, hence stay where
+    they are: ``put_step_input`` writes the input before, ``take_sampled`` copies the output afterwards.
+    """
+    buffer = state.decode.step_input[: layout.size]
+    output, new = run_step(
+        params, state, buffer, model=model, layout=layout, num_slots=num_slots, max_logprobs=max_logprobs,
+        greedy_only=greedy_only, decode_only=True,
+    )  # fmt: skip
+    rows = layout.bucket.num_rows
+    before, sampled = state.decode.sampled, output.sampled
+    if greedy_only:
+        kept = replace(before, token_ids=before.token_ids.at[:rows].set(sampled.token_ids))
+    else:
+        kept = jax.tree.map(lambda old, ours: old.at[:rows].set(ours), before, sampled)
+    return replace(new, decode=DecodeBuffers(state.decode.step_input, kept))
+
+
+def put_step_input(step_input: jax.Array, buffer: jax.Array) -> jax.Array:
+    """The next decode step's packed input, int32 [layout.size], into its place (donated)."""
+    return step_input.at[: buffer.shape[0]].set(buffer)
+
+
+def take_sampled(sampled: SamplerOutput, *, num_rows: int, with_logprobs: bool) -> SamplerOutput:
+    """A copy of what the first rows sampled, which the next step's donation leaves alone."""
+    if not with_logprobs:
+        empty = no_logprobs(0, 0)
+        return SamplerOutput(sampled.token_ids[:num_rows], empty)
+    return jax.tree.map(lambda leaf: leaf[:num_rows], sampled)
 
 
 def patch_block_tables(

@@ -100,6 +100,6 @@ def kv_cache_update(
         interpret=interpret,
     )
     launch(
-        lambda out_type: build(out_type=out_type), ("paged_update", batch, num_ctas), [k, v, slot_mapping, sizes], [kv_cache], batched=[0, 1, 2],
-        interpret=interpret,
+        lambda out_type: build(out_type=out_type), ("paged_update", batch, num_ctas),
+        [k, v, slot_mapping, sizes], [kv_cache], batched=[0, 1, 2], interpret=interpret,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.input_batch import InputBatch
-from jaxserve.runner.programs import StepVariant, step_variants
+from jaxserve.runner.programs import ProgramStyle, StepVariant, step_variants
 from jaxserve.runner.step_layout import FROM_DEVICE
 from jaxserve.sampling.metadata import COLUMN
 from jaxserve.sampling_params import SamplingParams
@@ -59,9 +59,12 @@ def test_buckets_grow_by_powers_of_two():
 @pytest.mark.parametrize("budget", [1, 7, 8, 9, 512, 1000])
 def test_the_number_of_programs_is_linear(budget):
     table = BucketTable.build(budget, min(budget, 64))
-    assert len(step_variants(table, specialise=False)) == len(table.buckets)
-    assert len(step_variants(table, specialise=True)) <= 3 * len(table.buckets)
-    assert StepVariant(table.buckets[-1]) in step_variants(table, specialise=True)
+    assert len(step_variants(table, ProgramStyle.of("cpu"))) == len(table.buckets)
+    split = BucketTable.build(budget, min(budget, 64), decode_programs=True)
+    for platform in ("gpu", "tpu"):
+        variants = step_variants(split, ProgramStyle.of(platform))
+        assert len(variants) <= 3 * len(split.buckets)
+        assert StepVariant(split.buckets[-1]) in variants
 
 
 def test_a_mixed_step(builder, batch):
@@ -131,3 +134,33 @@ def test_padding_writes_and_samples_nothing(builder):
         assert (fields["sampling"][:, COLUMN["row_ids"]] == S).all()
         assert sum(f.size for f in fields.values()) == layout.size
         assert np.shares_memory(fields["token_ids"], builder.padding(bucket)) is False
+
+
+def test_prompts_share_the_smallest_buckets_where_decode_steps_have_their_own_programs():
+    table = BucketTable.build(1024, 256, decode_programs=True)
+    assert [bucket.num_tokens for bucket in table.mixed] == [64, 128, 256, 512, 1024]
+    assert [bucket.num_tokens for bucket in table.decode] == [1, 8, 16, 32, 64, 128, 256]
+    assert table.smallest(3, 3, decode_only=True) == Bucket(8, 8)
+    assert table.smallest(3, 3) == Bucket(64, 64)
+    assert table.smallest(70, 1) == Bucket(128, 128)
+    assert table.smallest(300, 200) == Bucket(512, 256)
+
+
+@pytest.mark.parametrize(
+    "budget,rows", [(1, 1), (16, 4), (32, 8), (100, 7), (64, 64), (1000, 100), (8192, 1024)]
+)
+def test_every_step_within_the_budget_has_a_program(budget, rows):
+    for platform in ("cpu", "tpu", "gpu"):
+        style = ProgramStyle.of(platform)
+        table = BucketTable.build(budget, rows, decode_programs=style.decode_programs)
+        programs = set(step_variants(table, style))
+        for num_rows in range(1, min(rows, budget) + 1):
+            if style.decode_programs:
+                bucket = table.smallest(num_rows, num_rows, decode_only=True)
+                assert StepVariant(bucket, True, True, style.fixed_addresses) in programs
+                assert StepVariant(bucket, False, True, style.fixed_addresses) in programs
+            for num_tokens in {num_rows, (num_rows + budget) // 2, budget}:
+                bucket = table.smallest(num_tokens, num_rows)
+                assert StepVariant(bucket) in programs
+                assert bucket.num_rows >= num_rows
+                assert bucket.num_tokens >= num_tokens
