@@ -118,3 +118,25 @@ def test_create_passes_everything_on():
     builder = TokenMaskBuilder.create(params, V, [0], [[3]])
     assert set(np.flatnonzero(unpack_mask(builder.bits(0), V))) == {1, 2}
     assert set(np.flatnonzero(unpack_mask(builder.bits(1), V))) == {0, 1, 2}
+
+
+@given(
+    st.sets(IDS, min_size=1),
+    st.none() | st.sets(IDS, min_size=1),
+    st.lists(st.lists(IDS, min_size=1, max_size=1)),
+    st.sets(IDS),
+    st.integers(0, 2),
+)
+def test_a_grammars_mask_never_gives_way(grammar, allowed, bad_words, stops, min_tokens):
+    builder = TokenMaskBuilder(
+        V, allowed_token_ids=allowed, bad_words_token_ids=bad_words, stop_token_ids=stops, min_tokens=min_tokens
+    )
+    within = pack_mask(np.isin(np.arange(V), list(grammar)))
+    before = within.copy()
+    found = builder.bits(1, (), within)
+    np.testing.assert_array_equal(within, before)
+    left = grammar if allowed is None else grammar & allowed
+    early = stops if min_tokens > 1 else set()
+    bad = {word[0] for word in bad_words}
+    expected = (left - bad - early) or (left - early) or left
+    assert set(np.flatnonzero(unpack_mask(found, V))) == expected
