@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from fastapi import FastAPI
 from http_support import client_of, error
 
 from jaxserve.config import ServerConfig
@@ -127,11 +129,17 @@ def cases(names: dict[str, Any]) -> list[tuple[str, str]]:
     return [(path, name) for path in MODELS for name in names if name not in MODELS[path].model_fields]
 
 
-async def observed(path: str, body: dict[str, Any]) -> str:
-    """The answer, without what differs every time, and all that reached the engine."""
+@functools.cache
+def served() -> tuple[FakeEngine, FastAPI]:
     engine = FakeEngine()
     config = ServerConfig(trust_request_chat_template=True, tool_call_parser="hermes")
-    app = create_app(engine, config, ["m", "alias"], chat_template=TEMPLATE)
+    return engine, create_app(engine, config, ["m", "alias"], chat_template=TEMPLATE)
+
+
+async def observed(path: str, body: dict[str, Any]) -> str:
+    """The answer, without what differs every time, and all that reached the engine."""
+    engine, app = served()
+    engine.admitted.clear()
     async with client_of(app) as client:
         response = await client.post(path, json=body, headers={"x-request-id": "same"})
     assert response.status_code == 200, response.text
@@ -170,7 +178,7 @@ async def test_bookkeeping_changes_nothing(path: str, name: str):
 
 @pytest.mark.parametrize(("path", "name"), cases(REFUSED))
 async def test_what_is_not_offered_is_refused_by_name(path: str, name: str):
-    async with client_of(create_app(FakeEngine(), ServerConfig(), ["m"])) as client:
+    async with client_of(served()[1]) as client:
         error(await client.post(path, json={**BASE[path], name: REFUSED[name]}), 400, name)
 
 

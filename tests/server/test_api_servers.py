@@ -83,10 +83,19 @@ async def test_both_serve(running: ServerProcess):
 
 @pytest.mark.slow
 def test_asked_to_end(model: Path):
-    with servers(model) as server:
+    """A stream that still runs after the timeout ends as aborted."""
+    with servers(model, shutdown_timeout=0.5) as server:
         pids = server.pids()
         assert len(pids) == 4
-        assert server.stop()[0] == 0
+        body = {"prompt": "x", "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            server.process.terminate()
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"abort"' in rest[-2]
+        assert server.wait()[0] == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
