@@ -28,10 +28,14 @@ class BeamRequests:
     Args:
         engine: where each step's sequences go.
         params: of the request.
+        aborting: asked between steps; True ends the search.
     """
 
-    def __init__(self, engine: EngineClient, params: BeamSamplingParams) -> None:
+    def __init__(
+        self, engine: EngineClient, params: BeamSamplingParams, aborting: Callable[[], bool]
+    ) -> None:
         self._engine = engine
+        self._aborting = aborting
         self._params = params
         self._beam = params.beam
         self._step = step_params(params.beam, len(engine.eos_token_ids), engine.max_logprobs)
@@ -84,6 +88,8 @@ class BeamRequests:
         search.advance([next_logprobs(output)])
         steps = 0
         while not search.finished:
+            if self._aborting():
+                raise RequestFailedError("The server is shutting down: the beam search was aborted.")
             search.advance(await self._score(search.prompts(), submit, steps))
             steps += self._beam.beam_width
         output.outputs = [

@@ -168,6 +168,8 @@ class GenerationService:
         self.limits = limits or ServiceLimits()
         self.draining = False
         """True while shutting down: nothing new is admitted."""
+        self.aborting = False
+        """True when what still runs is being ended."""
         self._active: set[str] = set()
 
     @property
@@ -311,7 +313,7 @@ class GenerationService:
                 engine_id = f"{request_id}-{index}-{secrets.token_hex(4)}"
                 add_request = self.engine.add_request
                 if isinstance(params, BeamSamplingParams):
-                    add_request = BeamRequests(self.engine, params).add_request
+                    add_request = BeamRequests(self.engine, params, lambda: self.aborting).add_request
                 stream = await add_request(
                     prompt,
                     params,
@@ -333,6 +335,7 @@ class GenerationService:
 
     async def abort_all(self) -> None:
         """End every request that runs, with what it has so far (``finish_reason`` abort)."""
+        self.aborting = True
         await self.engine.abort(list(self._active))
 
     def _check_open(self) -> None:

@@ -17,6 +17,8 @@ from live_server import until
 from jaxserve.config import ServerConfig
 from jaxserve.server.anthropic.requests import CountTokensRequest, MessageRequest
 from jaxserve.server.app import create_app
+from jaxserve.server.openai.chat_batch import BatchChatRequest
+from jaxserve.server.openai.generate import GenerateRequest, GenerateSampling
 from jaxserve.server.openai.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.server.openai.responses_api.requests import ResponseRequest
 from jaxserve.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -102,6 +104,16 @@ ENDPOINTS = {
     ),
     "/v1/messages": (MessageRequest, {"messages": turns, "tools": tools, "tool_choice": choices}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": turns, "tools": tools}),
+    "/v1/chat/completions/batch": (BatchChatRequest, {"messages": st.lists(messages, max_size=3) | values}),
+    "/inference/v1/generate": (
+        GenerateRequest,
+        {
+            "token_ids": st.lists(st.integers(-1, 300), max_size=4) | values,
+            "sampling_params": values
+            | st.dictionaries(st.sampled_from(sorted(GenerateSampling.model_fields)), values, max_size=3),
+        },
+    ),
+    "/invocations": (CompletionRequest, {"prompt": prompts, "messages": messages, "token_ids": values}),
     "/tokenize": (TokenizeRequest, {"prompt": prompts, "messages": messages}),
     "/detokenize": (DetokenizeRequest, {"tokens": st.lists(st.integers(-1, 300)) | values}),
 }

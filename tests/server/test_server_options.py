@@ -111,6 +111,18 @@ async def test_a_client_that_leaves_ends_its_beam_search(engine: FakeEngine):
         assert len(engine.admitted) == count, "no further step begins"
 
 
+async def test_a_server_that_shuts_down_ends_beam_searches(engine: FakeEngine):
+    engine.step_seconds = 0.01
+    app = create_app(engine, ServerConfig(), ["m"])
+    async with client_of(app) as client:
+        body = {"prompt": "x", "use_beam_search": True, "n": 4, "max_tokens": 900}
+        asking = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: len(engine.admitted) > 10)
+        await app.state.service.abort_all()
+        error(await asyncio.wait_for(asking, 10), 500)
+    assert engine.num_running == 0
+
+
 # --- limits ----------------------------------------------------------------------------------------------
 
 
