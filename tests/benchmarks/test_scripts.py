@@ -52,6 +52,15 @@ def test_cpu_quick(tiny_model):
     assert prefill > 0
 
 
+@pytest.mark.slow
+def test_structured_output_quick(tiny_model):
+    output = run("structured_output.py", "--quick", "--model", str(tiny_model))
+    lines = output.splitlines()[1:]
+    assert [line.split()[0] for line in lines[:3]] == ["json", "regex", "grammar"]
+    assert all(re.search(r"constrained/free [0-9.]+ \([0-9.]+\)$", line) for line in lines[:3])
+    assert lines[-1].startswith("worst")
+
+
 def test_startup_says_how_to_be_called():
     assert "--check" in run("startup.py", "--help")
 
