@@ -25,8 +25,9 @@ from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.snapshot import Metric
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxserve.tokenizer.chat_template import render
+from jaxserve.tokenizer.chat_template import render, template_text
 from jaxserve.tokenizer.interface import Tokenizer
+from jaxserve.tokenizer.prompted_tools import in_messages, takes_tools
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -267,7 +268,7 @@ class LLM:
             chat_template: Jinja text or file instead of the model's.
             add_generation_prompt: end with what begins the assistant's answer.
             continue_final_message: go on with the last message instead of answering it.
-            tools: JSON schemas for the template.
+            tools: JSON schemas for the template; one that takes none gets them in the system message.
             chat_template_kwargs: further variables for the template.
         """
         one = bool(messages) and isinstance(messages[0], Mapping)
@@ -275,10 +276,14 @@ class LLM:
         template = read_chat_template(chat_template or self._config.model_config.chat_template)
         prompts: list[Prompt] = []
         for conversation in conversations:
+            if tools and not takes_tools(template_text(self._front.tokenizer, template, has_tools=True)):
+                conversation, tools_shown = in_messages(conversation, tools), None
+            else:
+                tools_shown = tools
             text = render(
                 self._front.tokenizer, conversation, chat_template=template,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                tools=tools, kwargs=chat_template_kwargs,
+                tools=tools_shown, kwargs=chat_template_kwargs,
             )  # fmt: skip
             # The template writes the special tokens itself.
             prompts.append(self._inputs.encode(text, add_special_tokens=False))

@@ -13,13 +13,12 @@ from recorded_outputs import EMPTY, NESTED, PARIS, TOOLS, Call, check_order, jso
 
 from jaxserve.parsers import OutputDelta, ParsedOutput, ParserNames, ParserSet, choose, parse_output
 from jaxserve.server.openai.messages import check_messages
-from jaxserve.server.openai.prompted_tools import in_messages
-from jaxserve.server.openai.tool_output import takes_tools
 from jaxserve.server.openai.tools import check_tools
 from jaxserve.tokenizer import chat_template
 from jaxserve.tokenizer.detokenizer import make_detokenizer
 from jaxserve.tokenizer.fast_tokenizer import FastTokenizer
 from jaxserve.tokenizer.load import load_tokenizer
+from jaxserve.tokenizer.prompted_tools import in_messages, takes_tools
 from scripts.fetch_tokenizers import PACKAGES, FetchError, fetch
 
 pytestmark = pytest.mark.slow

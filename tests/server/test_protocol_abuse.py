@@ -16,7 +16,7 @@ from live_server import live_server, until
 from jaxserve.config import ServerConfig
 from jaxserve.server.anthropic.content import parse_messages
 from jaxserve.server.app import create_app
-from jaxserve.server.openai.prompted_tools import in_messages
+from jaxserve.tokenizer.prompted_tools import in_messages
 from jaxserve.server.openai.responses_api.input_items import chat_messages, parse_input
 
 pytestmark = pytest.mark.anyio

@@ -2,7 +2,7 @@
 
 This is FunctionGemma's form. Gemma 4 writes the same between ``<|tool_call>`` and ``<tool_call|>``, its strings
 between ``<|"|>``. Gemma 3 has no syntax of its own: it is told one in the prompt
-(``server/openai/prompted_tools.py``).
+(``tokenizer/prompted_tools.py``).
 """
 
 from __future__ import annotations

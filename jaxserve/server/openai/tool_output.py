@@ -27,10 +27,10 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.beams import BeamSamplingParams
 from jaxserve.server.generation import GenerationService
 from jaxserve.server.openai.messages import text_of
-from jaxserve.server.openai.prompted_tools import PROMPTED_PARSER, in_messages
 from jaxserve.server.openai.tools import ToolChoice, calls_schema, resolve_choice, schemas_of
 from jaxserve.structured_outputs_params import StructuredOutputsParams, json_schema_output
 from jaxserve.tokenizer import chat_template
+from jaxserve.tokenizer.prompted_tools import PROMPTED_PARSER, in_messages, takes_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -185,11 +185,6 @@ def parsers_of(engine: EngineClient, config: ServerConfig, chat_template_text: s
         tokenizer=tokenizer,
         model_type=engine.model_type,
     )
-
-
-def takes_tools(template: str) -> bool:
-    """Whether a chat template reads ``tools``."""
-    return "tools" in chat_template.variables(template)
 
 
 def plan_output(
