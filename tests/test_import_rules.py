@@ -40,7 +40,8 @@ STANDALONE_MAY_IMPORT = {"jax", "jaxlib", "numpy"}
 RUNNER_FACTORY = "jaxserve.engine.factory"
 # Rooms that do not import JAX inside a function either.
 NEVER_JAX = {
-    "server", "parsers", "scheduler", "kv_cache", "tokenizer", "config", "metrics", "step", "request", "structured_output",
+    "server", "parsers", "scheduler", "kv_cache", "tokenizer", "config", "metrics",
+    "step", "request", "structured_output",
 }  # fmt: skip
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
 
