@@ -8,8 +8,10 @@ A message never holds a path, a traceback or an address of the server.
 from __future__ import annotations
 
 import http
+import itertools
 import logging
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -202,8 +204,27 @@ def _is_field(part: str) -> bool:
     return part not in _UNION_MEMBERS and re.fullmatch(r"[\w.-]+", part) is not None
 
 
+class _ShortRepr(reprlib.Repr):
+    """``repr`` of the beginning of a value, which may be megabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 2 * MAX_VALUE_CHARS
+        self.maxlist = self.maxdict = 20
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        items = itertools.islice(
+            x.items(), self.maxdict if level > 0 else 0
+        )  # in their order: sorting takes time
+        parts = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in items]
+        return "{" + ", ".join(parts) + (", …" if len(x) > len(parts) else "") + "}"
+
+
+_short_repr = _ShortRepr().repr
+
+
 def _describe(detail: dict[str, Any]) -> str:
-    value = repr(detail.get("input"))
+    value = _short_repr(detail.get("input"))
     if detail["type"] == "missing":
         return "this field is required"
     if len(value) > MAX_VALUE_CHARS:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from jaxserve.server.openai.requests import SAMPLING_FIELDS, STRICT, SamplingFields
+from jaxserve.server.openai.requests import SAMPLING_FIELDS, Bounded, SamplingFields
 
 
 def sampling_fields_without(name: str, excluded: Collection[str]) -> type[BaseModel]:
@@ -17,4 +17,4 @@ def sampling_fields_without(name: str, excluded: Collection[str]) -> type[BaseMo
         for field in SAMPLING_FIELDS
         if field not in excluded
     }
-    return create_model(name, __config__=STRICT, **fields)
+    return create_model(name, __base__=Bounded, **fields)

@@ -12,12 +12,20 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from live_server import live_server, until
+from pydantic import ValidationError
 
 from jaxserve.config import ServerConfig
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.anthropic.content import parse_messages
+from jaxserve.server.anthropic.requests import CountTokensRequest, MessageRequest
 from jaxserve.server.app import create_app
-from jaxserve.tokenizer.prompted_tools import in_messages
+from jaxserve.server.openai.chat_batch import BatchChatRequest
+from jaxserve.server.openai.generate import GenerateRequest
+from jaxserve.server.openai.requests import ChatCompletionRequest, CompletionRequest
 from jaxserve.server.openai.responses_api.input_items import chat_messages, parse_input
+from jaxserve.server.openai.responses_api.requests import ResponseRequest
+from jaxserve.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from jaxserve.tokenizer.prompted_tools import in_messages
 
 pytestmark = pytest.mark.anyio
 
@@ -201,3 +209,37 @@ def test_thousands_of_small_pieces_take_linear_time():
     parse_messages([{"role": "user", "content": [{"type": "text", "text": text}] * count}])
     in_messages([{"role": "tool", "content": text, "tool_call_id": "c"}] * count, None)
     assert time.monotonic() - began < 10
+
+
+REQUESTS = [
+    ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest, CountTokensRequest, TokenizeRequest,
+    DetokenizeRequest, GenerateRequest, BatchChatRequest,
+]  # fmt: skip
+MANY = 3000
+FLOODS: list[Any] = [
+    *([wrong] * MANY for wrong in (5, "a", [], {})),
+    *({str(i): wrong for i in range(MANY)} for wrong in (5, "a", [], {})),
+]
+
+
+@pytest.mark.parametrize("model", REQUESTS, ids=lambda model: model.__name__)
+def test_a_thousands_of_mistakes_are_not_listed(model):
+    """A body of some megabytes could hold millions: listing them all took minutes and gigabytes."""
+    assert num_errors(model, {str(i): 5 for i in range(MANY)}) < 1100
+    for name in model.model_fields:
+        for flood in FLOODS:
+            assert num_errors(model, {name: flood}) < 1100, name
+    if issubclass(model, GenerateRequest):
+        for flood in FLOODS:
+            body = {"token_ids": [1], "sampling_params": {"stop_token_ids": flood, "logit_bias": flood}}
+            assert num_errors(model, body) < 1100
+
+
+def num_errors(model: Any, body: dict[str, Any]) -> int:
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    except InvalidRequestError:
+        return 1
+    return 0

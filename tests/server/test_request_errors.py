@@ -212,7 +212,10 @@ async def test_contradictions(client, endpoint, body, param):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "nam": "y"}]}, "messages[0].nam"),
         ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
-        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]},
+            "messages[1].tool_calls[0].function",
+        ),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -348,7 +351,9 @@ async def test_invalid_request_id_header(client):
 
 
 async def test_many_mistakes_are_cut_short(client):
-    found = error(await post(client, "/v1/completions", stop_token_ids=["x" * 1000] * 50), 400)
+    found = error(
+        await post(client, "/v1/completions", logit_bias={str(i): "x" * 1000 for i in range(50)}), 400
+    )
     assert "50 validation errors" in found["message"]
     assert "and 40 more" in found["message"]
     assert len(found["message"]) < 4100

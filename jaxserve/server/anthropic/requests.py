@@ -11,7 +11,7 @@ from jaxserve.server.anthropic.content import HINTS, Message, TextBlock, parse_m
 from jaxserve.server.conversation import Conversation, thinking_switches
 from jaxserve.server.field_names import AsksNothing, choice_field, known_fields, neutral, text_field
 from jaxserve.server.generation import GenerationService
-from jaxserve.server.openai.requests import SAMPLING_FIELDS, STRICT, Identifier, Int64
+from jaxserve.server.openai.requests import SAMPLING_FIELDS, STRICT, Bounded, Identifier, Int64, List
 from jaxserve.server.openai.tools import ToolChoice, check_tools, resolve_choice
 from jaxserve.server.openai.unsupported import UNSUPPORTED as UNSUPPORTED_IN_CHAT
 from jaxserve.server.sampling_fields import sampling_fields_without
@@ -143,7 +143,7 @@ def parse_tool_choice(value: Any) -> dict[str, Any]:
 # --- the bodies --------------------------------------------------------------------------------------------
 
 
-class ThinkingConfig(BaseModel):
+class ThinkingConfig(Bounded):
     """Whether the model thinks before it answers."""
 
     model_config = STRICT
@@ -160,7 +160,7 @@ class ThinkingConfig(BaseModel):
         return self
 
 
-class JSONFormat(BaseModel):
+class JSONFormat(Bounded):
     """JSON that fits a schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -169,7 +169,7 @@ class JSONFormat(BaseModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Bounded):
     """The effort, and the form of the answer."""
 
     model_config = STRICT
@@ -281,7 +281,7 @@ class MessageRequest(ConversationRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: List[str] | None = None
     stream: bool | None = None
 
     # vLLM's

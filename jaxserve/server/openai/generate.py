@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -19,8 +19,10 @@ from jaxserve.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.openai.requests import (
     SAMPLING_FIELDS,
     STRICT,
+    Bounded,
     Identifier,
     Int64,
+    List,
     SamplingFields,
     StreamOptions,
 )
@@ -47,14 +49,14 @@ class GenerateSampling(SamplingFields):
         return {**given, "detokenize": bool(values["stop"])}
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Bounded):
     """POST /inference/v1/generate."""
 
     model_config = STRICT
 
     model: str | None = None
     request_id: Identifier | None = None
-    token_ids: list[Annotated[int, Field(ge=0, lt=2**63)]]
+    token_ids: List[Annotated[int, Field(ge=0, lt=2**63)]]
     sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -9,12 +9,14 @@ import difflib
 import types
 import typing
 import warnings
-from typing import Annotated, Any, ClassVar, Literal, cast
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -23,7 +25,7 @@ from pydantic import (
 )
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.server.openai.messages import ChatMessage, check_messages
 from jaxserve.server.openai.prompts import CompletionPrompt, parse_prompts
 from jaxserve.server.openai.response_format import ResponseFormat
@@ -36,6 +38,8 @@ from jaxserve.server.openai.tools import (
 )
 from jaxserve.server.openai.unsupported import UNSUPPORTED
 
+T = TypeVar("T")
+
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -44,10 +48,43 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: it ends up in logs and headers."""
 
+MAX_FIELDS = 256
+
+List = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first mistake is reported: listing millions would take minutes and gigabytes."""
+
 NOT_OVER_HTTP = frozenset(
     {"detokenize", "output_kind", "max_tokens", "logprobs", "shown_special_tokens", "reasoning", "param"}
 )
 """Fields of SamplingParams that an endpoint decides or declares itself."""
+
+
+def check_length(limit: int, param: str | None = None) -> Callable[[Any], Any]:
+    """A validator for objects that refuses more than ``limit`` entries before it looks at any.
+
+    Args:
+        limit: entries.
+        param: how the request spells the object; None leaves that to pydantic.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and (count := len(cast("dict[Any, Any]", value))) > limit:
+            message = f"{param or 'the object'} has {count} entries; at most {limit} are allowed."
+            raise ValueError(message) if param is None else InvalidRequestError(message, param=param)
+        return value
+
+    return check
+
+
+class Bounded(BaseModel):
+    """An object that is refused at once if it has far more fields than any: listing them all took minutes."""
+
+    model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        return check_length(MAX_FIELDS)(value)
 
 
 def _token_id_keys(value: dict[str, float]) -> dict[int, float]:
@@ -70,9 +107,13 @@ def _http_type(annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_http_type(argument) for argument in arguments)]  # noqa: UP007
     if origin is list:
-        return list[_http_type(arguments[0])]
+        return List[_http_type(arguments[0])]
     if origin is dict and arguments[0] is int:
-        return Annotated[dict[str, float], AfterValidator(_token_id_keys)]
+        return Annotated[
+            dict[str, float],
+            AfterValidator(_token_id_keys),
+            BeforeValidator(check_length(MAX_LOGIT_BIAS, "logit_bias")),
+        ]
     return annotation
 
 
@@ -86,7 +127,7 @@ def _struct_type(struct: type[msgspec.Struct]) -> Any:
         fields[field.name] = (_http_type(field.type), default)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a field named json hides pydantic's deprecated method
-        model = create_model(struct.__name__, __config__=STRICT, __doc__=struct.__doc__, **fields)
+        model = create_model(struct.__name__, __base__=Bounded, __doc__=struct.__doc__, **fields)
 
     def to_struct(value: BaseModel) -> msgspec.Struct:
         return struct(**{name: getattr(value, name) for name in value.model_fields_set})
@@ -104,11 +145,11 @@ def _sampling_fields() -> dict[str, Any]:
 
 SAMPLING_FIELDS = tuple(_sampling_fields())
 
-SamplingFields: type[BaseModel] = create_model("SamplingFields", __config__=STRICT, **_sampling_fields())
+SamplingFields: type[BaseModel] = create_model("SamplingFields", __base__=Bounded, **_sampling_fields())
 """The fields of SamplingParams that every generating endpoint takes; None (or null) is not given."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Bounded):
     """What a stream carries beside the text."""
 
     model_config = STRICT
@@ -224,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: List[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
 
     tools: (

@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
@@ -14,13 +14,13 @@ from jaxserve.server.generation import GenerationService
 from jaxserve.server.json_body import JSONRoute
 from jaxserve.server.openai.chat_prompt import chat_prompt
 from jaxserve.server.openai.messages import ChatMessage, check_messages
-from jaxserve.server.openai.requests import STRICT
+from jaxserve.server.openai.requests import STRICT, Bounded, List
 from jaxserve.server.openai.responses import DetokenizeBody, TokenizeBody, json_response
 from jaxserve.server.openai.tool_output import plan_output
 from jaxserve.server.openai.tools import ToolField, check_tools
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Bounded):
     """A text, or messages for the chat template."""
 
     model_config = STRICT
@@ -52,13 +52,13 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Bounded):
     """Token ids."""
 
     model_config = STRICT
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: List[Annotated[int, Field(ge=0)]]
 
 
 def tokenize_routes(service: GenerationService) -> APIRouter:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, Field, PlainValidator, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, StringConstraints, model_validator
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.server.field_names import AsksNothing, choice_field, known_fields, neutral, text_field
-from jaxserve.server.openai.requests import SAMPLING_FIELDS, STRICT, Identifier, Int64
+from jaxserve.server.openai.requests import (
+    SAMPLING_FIELDS,
+    STRICT,
+    Bounded,
+    Identifier,
+    Int64,
+    List,
+    check_length,
+)
 from jaxserve.server.openai.responses_api.input_items import InputItem, parse_input
 from jaxserve.server.openai.tools import ToolChoice, check_tool_choice, check_tools
 from jaxserve.server.openai.unsupported import UNSUPPORTED as UNSUPPORTED_IN_CHAT
@@ -214,7 +222,7 @@ def format_constraint(text_format: dict[str, Any]) -> StructuredOutputsParams | 
 # --- the body ----------------------------------------------------------------------------------------------
 
 
-class Reasoning(BaseModel):
+class Reasoning(Bounded):
     """How much to think. A summary is never made: ``auto`` leaves that to the server."""
 
     model_config = STRICT
@@ -224,7 +232,7 @@ class Reasoning(BaseModel):
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Bounded):
     """What a stream carries beside its events."""
 
     model_config = STRICT
@@ -247,7 +255,7 @@ class ResponseRequest(SamplingFieldsHere):
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: List[Literal["message.output_text.logprobs"]] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     parallel_tool_calls: bool | None = None
@@ -279,6 +287,7 @@ class ResponseRequest(SamplingFieldsHere):
                 Annotated[str, StringConstraints(max_length=512)],
             ],
             Field(max_length=MAX_METADATA),
+            BeforeValidator(check_length(MAX_METADATA)),
         ]
         | None
     ) = None
