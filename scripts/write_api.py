@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,8 +16,12 @@ sys.path.insert(0, str(ROOT))
 from pydantic import BaseModel  # noqa: E402
 
 from jaxserve.sampling_params import SamplingParams  # noqa: E402
+from jaxserve.server.anthropic.requests import UNSUPPORTED as NOT_IN_MESSAGES  # noqa: E402
+from jaxserve.server.anthropic.requests import MessageRequest  # noqa: E402
 from jaxserve.server.openai.generate import GenerateRequest  # noqa: E402
 from jaxserve.server.openai.requests import ChatCompletionRequest, CompletionRequest  # noqa: E402
+from jaxserve.server.openai.responses_api.requests import UNSUPPORTED as NOT_IN_RESPONSES  # noqa: E402
+from jaxserve.server.openai.responses_api.requests import ResponseRequest  # noqa: E402
 from jaxserve.server.openai.tokenize import DetokenizeRequest, TokenizeRequest  # noqa: E402
 from jaxserve.server.openai.unsupported import UNSUPPORTED  # noqa: E402
 
@@ -37,7 +42,8 @@ OpenAI's.
 | `POST /v1/chat/completions` | answers a conversation |
 | `POST /v1/chat/completions/batch` | answers several (`messages` is a list of conversations); choices are numbered on |
 | `POST /v1/completions` | completes one prompt or several: text or token ids |
-| `POST /v1/responses`, `GET /v1/responses/{id}`, `POST /v1/responses/{id}/cancel` | OpenAI's responses |
+| `POST /v1/responses` | OpenAI's responses: text or items in, items out, streamed or in the background |
+| `GET` or `DELETE /v1/responses/{id}`, `POST …/cancel`, `GET …/input_items` | a stored response |
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | Anthropic's protocol |
 | `POST /inference/v1/generate` | token ids in, token ids out |
 | `POST /invocations` | one of chat, completions and generate, by the body's shape (SageMaker) |
@@ -51,7 +57,8 @@ OpenAI's.
 
 Errors are `{"error": {"message", "type", "param", "code"}}` with `code` the HTTP status: 400 wrong or refused, 401 no
 key, 404 unknown model or path, 413 body too large, 500 a step failed, 503 queue full (with `Retry-After`), shutting
-down or engine dead. An error after a stream began is its last event before `[DONE]`.
+down or engine dead. An error after a stream began is its last event before `[DONE]`. On Anthropic's paths errors are
+`{"type": "error", "error": {"type", "message"}, "request_id"}`. A key comes as `Authorization: Bearer` or `X-API-Key`.
 
 With `use_beam_search` the `n` most likely outputs are found as transformers' `generate(num_beams=n)` finds them. Beside
 it only `n`, `max_tokens`, `length_penalty`, `ignore_eos`, `logprobs`, `truncate_prompt_tokens`, `truncation_side`,
@@ -61,7 +68,7 @@ it only `n`, `max_tokens`, `length_penalty`, `ignore_eos`, `logprobs`, `truncate
 BOOKKEEPING = frozenset(
     {
         "user", "metadata", "store", "service_tier", "session_id", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention",
+        "prompt_cache_retention", "cache_control", "max_tool_calls",
     }
 )  # fmt: skip
 MEANINGS = {
@@ -102,6 +109,36 @@ MEANINGS = {
     "use_beam_search": "find the `n` most likely outputs",
 }
 """Of the fields that are no sampling parameters."""
+IN_RESPONSES = {
+    "background": "answer later: poll, stream or cancel it by its id",
+    "include": "`message.output_text.logprobs`; others are refused",
+    "input": "text, or items: message (text parts), function_call, function_call_output, reasoning, item_reference",
+    "instructions": "a system message before everything; not part of what a later response goes on from",
+    "max_output_tokens": "output tokens at most (default: the rest of the context)",
+    "metadata": "returned with the response; 16 pairs at most",
+    "previous_response_id": "go on from a stored response",
+    "reasoning": "effort; a summary is never made (`auto` is accepted, others are refused)",
+    "request_id": "the response's id is `resp_` and this",
+    "store": "keep the response (default true, see `--response-store-bytes` and `--response-store-ttl`)",
+    "stream_options": "include_obfuscation: only false",
+    "text": "format: text, json_object or json_schema; verbosity: only medium",
+    "tool_choice": "none, auto, required, a function, or allowed_tools",
+    "tools": "functions; tools that run on OpenAI's servers are refused",
+    "top_logprobs": "most likely tokens listed at each position, 0 to 20",
+    "truncation": "only disabled: a prompt that is too long is an error",
+}
+IN_MESSAGES = {
+    "max_tokens": "output tokens at most; required",
+    "messages": "blocks of the types text, tool_use, tool_result and thinking; a last message of the assistant's is"
+    " the beginning of the answer",
+    "output_config": "effort, and format json_schema",
+    "request_id": "the message's id is `msg_` and this",
+    "stop_sequences": "strings that end the output",
+    "system": "text, or text blocks",
+    "thinking": "enabled (with budget_tokens), adaptive or disabled; display omitted leaves the blocks out",
+    "tool_choice": "auto, any, tool or none, with disable_parallel_tool_use",
+    "tools": "custom tools; tools that run on Anthropic's servers are refused",
+}
 
 
 def sampling_meanings() -> dict[str, str]:
@@ -111,14 +148,14 @@ def sampling_meanings() -> dict[str, str]:
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
-def field_table(model: type[BaseModel], unsupported: dict[str, object]) -> str:
-    """All fields of a request class, and those that it refuses."""
-    known = {**sampling_meanings(), **MEANINGS}
+def field_table(model: type[BaseModel], unsupported: Mapping[str, object], own: Mapping[str, str]) -> str:
+    """All fields of a request class, and those that it refuses; ``own`` are meanings that others do not share."""
+    known = {**sampling_meanings(), **MEANINGS, **own}
     rows = ["| field | | meaning |", "|---|---|---|"]
     for name in sorted({*model.model_fields, *unsupported}):
         if name not in model.model_fields:
             rows.append(f"| `{name}` | refused | |")
-        elif name in BOOKKEEPING:
+        elif name in BOOKKEEPING and name not in own:
             rows.append(f"| `{name}` | accepted | |")
         else:
             rows.append(f"| `{name}` | honoured | {known[name].replace('|', BAR)} |")
@@ -126,20 +163,21 @@ def field_table(model: type[BaseModel], unsupported: dict[str, object]) -> str:
 
 
 BAR = "\\|"
-TABLES: list[tuple[str, type[BaseModel], bool]] = [
-    ("POST /v1/chat/completions", ChatCompletionRequest, True),
-    ("POST /v1/completions", CompletionRequest, True),
-    ("POST /inference/v1/generate", GenerateRequest, False),
-    ("POST /tokenize", TokenizeRequest, False),
-    ("POST /detokenize", DetokenizeRequest, False),
+TABLES: list[tuple[str, type[BaseModel], Mapping[str, object], Mapping[str, str]]] = [
+    ("POST /v1/chat/completions", ChatCompletionRequest, UNSUPPORTED, {}),
+    ("POST /v1/completions", CompletionRequest, UNSUPPORTED, {}),
+    ("POST /v1/responses", ResponseRequest, NOT_IN_RESPONSES, IN_RESPONSES),
+    ("POST /v1/messages", MessageRequest, NOT_IN_MESSAGES, IN_MESSAGES),
+    ("POST /inference/v1/generate", GenerateRequest, {}, {}),
+    ("POST /tokenize", TokenizeRequest, {}, {}),
+    ("POST /detokenize", DetokenizeRequest, {}, {}),
 ]
 
 
 def api_page() -> str:
     """The page's text."""
     parts = [
-        f"## {title}\n\n{field_table(model, UNSUPPORTED if refuses else {})}\n"  # type: ignore[arg-type]
-        for title, model, refuses in TABLES
+        f"## {title}\n\n{field_table(model, unsupported, own)}\n" for title, model, unsupported, own in TABLES
     ]
     return HEAD + "\n".join(parts)
 

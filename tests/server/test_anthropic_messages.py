@@ -9,10 +9,13 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from http_support import client_of
+from pydantic import ValidationError
 from scripted_engine import ScriptedEngine
+from test_request_fields import EXPECTED, GIVEN
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.anthropic.content import parse_messages
+from jaxserve.server.anthropic.requests import NOT_HERE, UNSUPPORTED, MessageRequest
 from jaxserve.server.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -169,6 +172,22 @@ async def test_a_json_schema(ask, engine: FakeEngine):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     await ask(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert json.loads(engine.admitted[0].params.structured_outputs.json) == schema
+
+
+async def test_every_sampling_parameter_reaches_the_engine(ask, engine: FakeEngine):
+    given = {name: value for name, value in GIVEN.items() if name not in NOT_HERE}
+    assert (await ask(**given)).status_code == 200
+    params = engine.admitted[0].params
+    for name in given:
+        expected = EXPECTED[name]
+        found = getattr(params, name)
+        assert found == expected or set(expected) <= set(found), name
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - MessageRequest.model_fields.keys()))
+def test_what_is_not_offered_is_refused_by_name(name):
+    with pytest.raises(ValidationError, match=name):
+        MessageRequest.model_validate({"messages": HELLO, "max_tokens": 1, name: {"some": "thing"}})
 
 
 # --- tools ------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from http_support import client_of, error
+from pydantic import ValidationError
 from scripted_engine import ScriptedEngine
+from test_request_fields import EXPECTED, GIVEN
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
 from jaxserve.server.openai.responses_api.input_items import parse_input
-from jaxserve.server.openai.responses_api.requests import ResponseRequest
+from jaxserve.server.openai.responses_api.requests import NOT_HERE, UNSUPPORTED, ResponseRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -372,3 +374,19 @@ def test_items_get_ids():
     assert items[0]["id"].startswith("msg_")
     assert items[0]["content"] == [{"type": "input_text", "text": "hello"}]
     assert parse_input([{"role": "user", "content": "x", "id": "mine"}])[0]["id"] == "mine"
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - ResponseRequest.model_fields.keys()))
+def test_what_is_not_offered_is_refused_by_name(name):
+    with pytest.raises(ValidationError, match=name):
+        ResponseRequest.model_validate({"input": "x", name: {"some": "thing"}})
+
+
+async def test_every_sampling_parameter_reaches_the_engine(respond, engine: FakeEngine):
+    given = {name: value for name, value in GIVEN.items() if name not in NOT_HERE}
+    await respond(**given)
+    params = engine.admitted[0].params
+    for name in given:
+        expected = EXPECTED[name]
+        found = getattr(params, name)
+        assert found == expected or set(expected) <= set(found), name
