@@ -148,7 +148,7 @@ class ParserSet:
         """The tokens that end the reasoning; empty where a text may be spelt by different ones."""
         if self.reasoning_class is None or self._tokenizer is None:
             return []
-        ids = self._tokenizer.encode(self.reasoning_class.end, add_special_tokens=False)
+        ids = spelling(self._tokenizer, self.reasoning_class.end)
         return ids if len(ids) == 1 or self.reasoning_class.tokens else []
 
     def reasoning_params(self, prompt: str, budget: int | None = None) -> ReasoningParams | None:
@@ -164,7 +164,7 @@ class ParserSet:
         begins = self.reasoning_class(prompt).begins
         start_ids: list[int] = []
         if begins == "either" and self.reasoning_class.start is not None:
-            start_ids = self._tokenizer.encode(self.reasoning_class.start, add_special_tokens=False)
+            start_ids = spelling(self._tokenizer, self.reasoning_class.start)
         if begins == "answer" or (begins == "either" and len(start_ids) != 1):
             return None
         return ReasoningParams(
@@ -194,8 +194,14 @@ def check_names(tool_call_parser: str, reasoning_parser: str) -> None:
 
 def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:
     """The id of a special token; None if the tokenizer has no special token of that text."""
-    ids = tokenizer.encode(token, add_special_tokens=False)
+    ids = spelling(tokenizer, token)
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_token_ids else None
+
+
+def spelling(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens that spell ``text``; none if the tokenizer does not know all of it (and writes "unknown")."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if "".join(tokenizer.convert_ids_to_tokens(ids)) == text else []
 
 
 def _known(param: str, name: str | None, parsers: Mapping[str, str], aliases: dict[str, str]) -> str | None:
@@ -233,9 +239,7 @@ class _Marks:
 
     def has_token(self, token: str) -> bool:
         """Whether ``token`` is a single token."""
-        if self._tokenizer is None:
-            return False
-        return len(self._tokenizer.encode(token, add_special_tokens=False)) == 1
+        return self._tokenizer is not None and len(spelling(self._tokenizer, token)) == 1
 
 
 def _choose_tool(marks: _Marks) -> str | None:

@@ -187,3 +187,21 @@ def test_ids_look_like_openais():
     call = parse_output(parser, f"<tool_call>{json_call(PARIS)}").tool_calls[0]
     assert call.id.startswith("call_")
     assert set(call.id[5:]) <= set(string.hexdigits)
+
+
+def test_unknown_text_is_no_token():
+    """A tokenizer that writes "unknown" for a tag does not have it."""
+
+    class Words:
+        special_token_ids = frozenset({0})
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0]
+
+        def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+            return ["[UNK]"] * len(token_ids)
+
+    assert choose("{{ messages }}", Words(), None) == ParserNames()
+    parsers = ParserSet(ParserNames("mistral", "mistral"), Words())
+    assert parsers.shown_special_tokens(tools=True) == []
+    assert parsers.reasoning_params("") is None

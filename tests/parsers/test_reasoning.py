@@ -68,6 +68,9 @@ def test_reasoning_tokens_are_those_before_the_end(pieces: list[list[int]]):
     class Tokenizer:
         special_token_ids = frozenset({9})
 
+        def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+            return ["</think>" if token_id == 9 else "?" for token_id in token_ids]
+
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [9] if text == "</think>" else [1, 2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import openai
@@ -429,6 +429,9 @@ async def test_a_budget_needs_a_token_that_ends_the_reasoning():
 
 class ThinkTokens(FakeTokenizer):
     """``<think>`` and ``</think>`` as single tokens."""
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [{1: "<think>", 2: "</think>"}.get(i) or chr(i) for i in token_ids]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         special = {"<think>": 1, "</think>": 2}
