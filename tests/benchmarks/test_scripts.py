@@ -61,6 +61,14 @@ def test_structured_output_quick(tiny_model):
     assert lines[-1].startswith("worst")
 
 
+@pytest.mark.slow
+def test_streams():
+    output = run("streams.py", "vanish", "--clients", "20", "--check")
+    assert "MISSED" not in output
+    output = run("streams.py", "streams", "--streams", "5", "--seconds", "3")
+    assert re.search(r"broken streams +0 +met", output)
+
+
 def test_startup_says_how_to_be_called():
     assert "--check" in run("startup.py", "--help")
 
