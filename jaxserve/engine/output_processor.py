@@ -49,6 +49,9 @@ class OutputProcessor:
         """Prompt tokens of the requests that have no token yet, by request id."""
         self.num_queued_tokens = 0
         """Their sum."""
+        self._step_tokens = 0
+        self._step_gaps: dict[float, int] = {}
+        """What the metrics are told after a step: its tokens, and times between tokens with their numbers."""
 
     @property
     def num_unfinished(self) -> int:
@@ -114,6 +117,10 @@ class OutputProcessor:
             if not state.changed and (state.num_running == 0 or (output.new_token_ids and state.streams)):
                 state.changed = True
                 changed.append(state)
+        if self._step_tokens:
+            if self.metrics is not None:
+                self.metrics.record_step_tokens(self._step_tokens, self._step_gaps)
+            self._step_tokens, self._step_gaps = 0, {}
         for state in changed:
             if state.queue is not None:
                 state.queue.notify()
@@ -180,9 +187,10 @@ class OutputProcessor:
             if metrics is not None:
                 waited = now - times.arrival_time
                 metrics.record_prompt(len(state.prompt_token_ids), output.num_cached_tokens, waited)
-        if metrics is not None:
-            since = now - completion.last_token_time if completion.num_tokens else None
-            metrics.record_tokens(num_tokens, since)
+        self._step_tokens += num_tokens
+        if completion.num_tokens:
+            since = now - completion.last_token_time
+            self._step_gaps[since] = self._step_gaps.get(since, 0) + 1
         completion.last_token_time = times.last_token_time = now
 
     def _unqueue(self, request_id: str) -> None:

@@ -148,3 +148,20 @@ def test_http_metrics():
     assert registry.get_sample_value("http_requests_total", {**labels, "status": "2xx"}) == 1
     assert registry.get_sample_value("http_requests_total", {**labels, "status": "5xx"}) == 1
     assert registry.get_sample_value("http_request_duration_seconds_count", labels) == 2
+
+
+def test_many_equal_values_are_as_one_after_another():
+    values = [(0.0, 3), (0.01, 2), (0.010001, 1), (0.3, 40), (80.0, 1), (1000.0, 2)]
+    one_by_one, at_once = EngineMetrics("m", 100), EngineMetrics("m", 100)
+    for value, count in values:
+        for _ in range(count):
+            one_by_one.record_tokens(1, value)
+    at_once.record_step_tokens(49, dict(values))
+    first, second = (
+        {sample.name + sample.labels.get("le", ""): sample.value for family in metrics.registry.collect()
+         for sample in family.samples if "latency" in sample.name or "generation" in sample.name
+         if not sample.name.endswith("_created")}
+        for metrics in (one_by_one, at_once)
+    )  # fmt: skip
+    assert first == pytest.approx(second)
+    assert first["jaxserve:inter_token_latency_seconds_count"] == 49
