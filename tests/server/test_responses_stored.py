@@ -168,6 +168,14 @@ async def test_a_request_id_names_the_response_once(client, respond):
     error(await client.post("/v1/responses", json={"input": "x", "request_id": "mine"}), 400, "request_id")
 
 
+async def test_of_two_with_one_request_id_one_is_refused(client, engine: FakeEngine):
+    body = {"input": "x", "request_id": "mine", "background": True, "max_output_tokens": 20}
+    answers = await asyncio.gather(*(client.post("/v1/responses", json=body) for _ in range(8)))
+    assert sorted(answer.status_code for answer in answers) == [200] + [400] * 7
+    await ended(client, "resp_mine")
+    assert engine.num_running == 0
+
+
 @pytest.mark.parametrize("config", [{"response_store_bytes": 0}, {"api_server_count": 2}])
 async def test_a_server_without_a_store(engine: FakeEngine, config):
     app = create_app(engine, ServerConfig(**config), ["m"])

@@ -108,11 +108,10 @@ def response_routes(service: GenerationService, store: ResponseStore) -> APIRout
 
 async def _admit(service: GenerationService, store: ResponseStore, body: ResponseRequest) -> ResponseRun:
     model = service.resolve_model(body.model)
-    response_id = _new_id(store, body)
+    response_id = f"resp_{body.request_id or secrets.token_hex(24)}"
     stored = _wants_store(store, body)
     history = _history(store, body.previous_response_id)
-    if body.background:
-        store.check_room()
+    _check_place(store, response_id, body)
     params = _sampling_params(service, body)
     items = resolve_references(body.input, store.items)
     messages = [*history, *chat_messages(items)]
@@ -124,6 +123,11 @@ async def _admit(service: GenerationService, store: ResponseStore, body: Respons
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
+    try:
+        _check_place(store, response_id, body)  # others may have come meanwhile
+    except BaseException:
+        await reply.aclose()
+        raise
     response = _response(body, response_id, model, params, stored)
     return ResponseRun(
         response,
@@ -136,15 +140,14 @@ async def _admit(service: GenerationService, store: ResponseStore, body: Respons
     )
 
 
-def _new_id(store: ResponseStore, body: ResponseRequest) -> str:
-    if body.request_id is None:
-        return f"resp_{secrets.token_hex(24)}"
-    response_id = f"resp_{body.request_id}"
+def _check_place(store: ResponseStore, response_id: str, body: ResponseRequest) -> None:
+    """Refuse an id that is taken, and one response more in the background than memory can hold."""
     if response_id in store:
         raise InvalidRequestError(
             f"request_id {body.request_id!r} is the one of a stored response.", param="request_id"
         )
-    return response_id
+    if body.background:
+        store.check_room()
 
 
 def _wants_store(store: ResponseStore, body: ResponseRequest) -> bool:

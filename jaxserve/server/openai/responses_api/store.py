@@ -155,7 +155,8 @@ class ResponseStore:
             raise QueueFullError("Too many background responses are running already; try again later.")
 
     def __contains__(self, response_id: str) -> bool:
-        return response_id in self._entries
+        entry = self._entries.get(response_id)
+        return entry is not None and not self._expired(entry)
 
     def get(self, response_id: str, *, param: str = "response_id") -> StoredResponse:
         """
