@@ -68,6 +68,12 @@ ROWS: dict[str, dict[str, Case]] = {
         str(n): typed("bfloat16", "float8_e4m3fn", n) for n in (16, 32, 64, 128, 256)
     },
     "int8 cache, queries": {n: typed(n, "int8") for n in ("bfloat16", "float16", "float32")},
+    "int8 cache, head size": {
+        str(n): Case(head_size=n, kv_dtype="int8") for n in (64, 80, 96, 128, 192, 256)
+    },
+    "float8 cache, head size": {
+        str(n): Case(head_size=n, kv_dtype="float8_e4m3fn") for n in (64, 80, 96, 128, 192, 256)
+    },
     "int8 cache, block size": {str(n): typed("bfloat16", "int8", n) for n in (16, 32, 64, 128, 256)},
     "options": {
         "softmax scale": Case(options=AttentionOptions(1.7)),

@@ -19,7 +19,16 @@ import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, a
 import jax.numpy as jnp
 
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
-from pallas_kernels.kv_cache_update.quantized import FLOAT8, to_cache_type, values_of
+from pallas_kernels.kv_cache_update.quantized import (
+    FLOAT8,
+    INT8,
+    KVCache,
+    ScaledCache,
+    quantize_tokens,
+    scatter_scales,
+    to_cache_type,
+    values_of,
+)
 from pallas_kernels.ragged_paged_attention.gpu_decode import (
     DecodeConfig,
     DecodePlan,
@@ -67,13 +76,18 @@ def supported(
     if name not in ("bfloat16", "float16"):
         return f"the Hopper kernels take bfloat16 or float16, not {name}; {PORTABLE}"
     kv_name = name if kv_dtype is None else jnp.dtype(kv_dtype).name
-    if kv_name not in (name, FLOAT8.name):
+    if kv_name not in (name, FLOAT8.name, INT8.name):
         return (
-            f"the Hopper kernels read a cache of the queries' type or float8, not {kv_name}: "
-            f"set --kv-cache-dtype to auto or fp8; {PORTABLE}"
+            f"the Hopper kernels read a cache of the queries' type, float8 or int8, not {kv_name}: "
+            f"set --kv-cache-dtype to auto, fp8 or int8; {PORTABLE}"
         )
     if not 1 <= head_size <= 256:
         return f"the Hopper kernels take head sizes to 256, not {head_size}; {PORTABLE}"
+    if kv_name == INT8.name and head_size > 192:
+        return (
+            f"the Hopper kernels lack the shared memory for an int8 cache of head size {head_size} (at most 192): "
+            f"set --kv-cache-dtype to fp8; {PORTABLE}"
+        )
     if not 1 <= group <= 16:
         return f"the Hopper kernels take 1 to 16 query heads per KV head, not {group}; {PORTABLE}"
     if block_size not in (8, 16, 32, 64, 128, 256):
@@ -188,17 +202,18 @@ class GpuBackend:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         options: AttentionOptions,
         sinks: jax.Array | None = None,
         plan: GpuPlan | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVCache]:
         """Write the new keys and values, then attend.
 
         Args:
             q: [T, H, D]; k, v: [T, K, D].
-            kv_cache: of ``kv_cache_shape``, in q's type or float8; changed in place where it is donated.
+            kv_cache: of ``kv_cache_shape``, in q's type, float8, or int8 with its scales; changed in place where
+                it is donated.
             metadata: the step's batch, rows ordered decode first.
             options: scale, window, soft cap.
             sinks: [H] extra logits of the softmax's denominator.
@@ -223,24 +238,30 @@ class GpuBackend:
                 num_heads=q.shape[1],
                 num_kv_heads=k.shape[1],
                 head_size=head_size,
-                block_size=kv_cache.shape[3],
+                block_size=block_size,
             )
         if stored != head_size:
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - head_size))) for x in (q, k, v))
-        k, v = (to_cache_type(x, kv_cache.dtype) for x in (k, v))
+        scales, values = None, values_of(kv_cache)
+        if isinstance(kv_cache, ScaledCache):
+            (k, k_scales), (v, v_scales) = quantize_tokens(k), quantize_tokens(v)
+            new = jnp.stack([k_scales, v_scales], axis=1)
+            scales = scatter_scales(kv_cache.scales, new, metadata.slot_mapping)
+        else:
+            k, v = (to_cache_type(x, values.dtype) for x in (k, v))
         attend = self._decode_step if plan.prefill is None else self._mixed_step
-        out, kv_cache = attend(q, k, v, kv_cache, metadata, options, sinks, plan)
-        return out[:, :, :head_size], kv_cache
+        out, values = attend(q, k, v, values, metadata, options, sinks, plan, scales)
+        return out[:, :, :head_size], values if scales is None else ScaledCache(values, scales)
 
     @functools.partial(jax.jit, static_argnums=(0, 6))
     def _decode_step(
         self, q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata,
-        options: AttentionOptions, sinks: jax.Array | None, plan: GpuPlan,
+        options: AttentionOptions, sinks: jax.Array | None, plan: GpuPlan, scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         cache = jax.new_ref(kv_cache)
         out = decode_attention(
             q, k, v, cache, metadata, plan.decode, options, sinks,
-            config=self._decode(q.shape[2], q.shape[1] // k.shape[1]), interpret=self.interpret,
+            config=self._decode(q.shape[2], q.shape[1] // k.shape[1]), scales=scales, interpret=self.interpret,
         )  # fmt: skip
         assert out is not None
         return out, jax.freeze(cache)
@@ -248,7 +269,7 @@ class GpuBackend:
     @functools.partial(jax.jit, static_argnums=(0, 6))
     def _mixed_step(
         self, q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata,
-        options: AttentionOptions, sinks: jax.Array | None, plan: GpuPlan,
+        options: AttentionOptions, sinks: jax.Array | None, plan: GpuPlan, scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         num_tokens, num_heads, head_size = q.shape
         assert plan.prefill is not None
@@ -260,11 +281,12 @@ class GpuBackend:
         kv_cache_update(cache, k, v, metadata.slot_mapping, live, num_sms=num_sms, interpret=self.interpret)
         decode_attention(
             q, k, v, cache, metadata, plan.decode, options, sinks,
-            config=self._decode(head_size, num_heads // k.shape[1]), out=out, interpret=self.interpret,
+            config=self._decode(head_size, num_heads // k.shape[1]), out=out, scales=scales,
+            interpret=self.interpret,
         )  # fmt: skip
         prefill_attention(
             q, cache, metadata, plan.prefill, options, sinks, out, num_sms=num_sms,
-            config=self._prefill(head_size), interpret=self.interpret,
+            config=self._prefill(head_size), scales=scales, interpret=self.interpret,
         )  # fmt: skip
         return jax.freeze(out)[:num_tokens], jax.freeze(cache)
 

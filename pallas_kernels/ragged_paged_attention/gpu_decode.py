@@ -183,6 +183,7 @@ def decode_attention(
     *,
     config: DecodeConfig,
     out: Any = None,
+    scales: jax.Array | None = None,
     interpret: Any = None,
 ) -> jax.Array | None:
     """Write the decoding rows' new keys and values into ``kv_cache`` and attend.
@@ -190,10 +191,11 @@ def decode_attention(
     Args:
         q: [T, H, D]: token r belongs to decoding row r. bfloat16 or float16.
         k, v: [T, K, D], in the cache's type.
-        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type or float8; changed in place.
+        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type, float8 or int8; changed in place.
         plan: of this batch; its ``counters`` a reference.
         sinks: [H] extra logits of the denominator.
         out: reference to [T, H, D] that takes the decoding rows' results; without it they are returned.
+        scales: float32 [num_blocks, 2, K, block_size] of an int8 cache, the new tokens' written already.
 
     Returns:
         [R, H, D], or None with ``out``. Padding rows are zero; rows that live but do not decode are NaN, since the
@@ -209,6 +211,7 @@ def decode_attention(
     case = _Case(
         config, options, group, columns, head_size, block_size, writes_all_rows=out is None,
         has_sinks=sinks is not None, atomic=interpret is None, widens=kv_cache.dtype != q.dtype,
+        scaled=scales is not None,
     )  # fmt: skip
     ctas = plan.stretches.shape[0] * num_kv_heads
     slots = ctas * (config.max_chunks + 1)
@@ -220,6 +223,8 @@ def decode_attention(
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2E).reshape(num_kv_heads, group)
         operands.append(jnp.pad(sinks, ((0, 0), (0, columns - group))))
+    if scales is not None:
+        operands.append(scales)
     refs = [plan.counters, kv_cache]
     batched = [0, 2, 3, 4, 5, 6]
     if out is None:
@@ -265,7 +270,9 @@ class _Case:
     has_sinks: bool
     atomic: bool
     widens: bool
-    """The cache is float8: tiles arrive in buffers of their own and are widened before they are used."""
+    """The cache is float8 or int8: tiles arrive in buffers of their own and are widened before they are used."""
+    scaled: bool
+    """Every key and value has a scale (int8)."""
 
     @property
     def queries_fill_tiles(self) -> bool:
@@ -284,13 +291,14 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
 
     columns, head_size, step, stages = case.columns, case.head_size, case.config.step, case.config.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    copies = 2 * blocks_per_step(step, case.block_size)
+    copies = (4 if case.scaled else 2) * blocks_per_step(step, case.block_size)
     tiles = 1 if case.widens else stages
     arriving = plgpu.SMEM((stages, step, head_size), kv_dtype)
     return dict(
         k_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
         v_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
         **(dict(k_in=arriving, v_in=arriving) if case.widens else {}),
+        **(dict(scales_in=plgpu.SMEM((stages, 2, step), jnp.float32)) if case.scaled else {}),
         # This piece's queries and the next one's; or only this one's, and both as they come, with rows to read past
         # the second group's end.
         **(
@@ -334,10 +342,11 @@ def _kernel_body(case: _Case):
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
         k_s, v_s, q_s, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full, q_in=None,
-        k_in=None, v_in=None,
+        k_in=None, v_in=None, scales_in=None,
     ):  # fmt: skip
         arriving = (k_in, v_in) if case.widens else (k_s, v_s)
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
+        scales, refs = (refs[0], refs[1:]) if case.scaled else (None, refs)
         counters, cache, out, part, stat = refs
         p_s, count_s = weights_or_count
         stat_s, out_s = partial_or_out
@@ -360,6 +369,9 @@ def _kernel_body(case: _Case):
                     plgpu.copy_gmem_to_smem(
                         cache.at[half, blocks[0], head, inside], buffer.at[slot], kv_full.at[slot]
                     )
+                    if case.scaled:
+                        ours = scales.at[blocks[0], half, head, inside]
+                        plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half], kv_full.at[slot])
                 return
             for i, block in enumerate(blocks):
                 target = pl.ds(i * block_size, block_size)
@@ -372,11 +384,14 @@ def _kernel_body(case: _Case):
                         plgpu.copy_gmem_to_smem(
                             cache.at[half, block, head], buffer.at[slot, target], kv_full.at[slot]
                         )
+                        if case.scaled:
+                            ours = scales.at[block, half, head]
+                            plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half, target], kv_full.at[slot])
 
                 @pl.when(jnp.logical_not(inside))
                 def _skip():
-                    plgpu.barrier_arrive(kv_full.at[slot])
-                    plgpu.barrier_arrive(kv_full.at[slot])
+                    for _ in range(4 if case.scaled else 2):
+                        plgpu.barrier_arrive(kv_full.at[slot])
 
         def prefetch(ahead, slot, blocks=None):
             """Start loading the step that ``ahead`` points at, if any, and advance it.
@@ -404,18 +419,22 @@ def _kernel_body(case: _Case):
                 plgpu.copy_gmem_to_smem(k.at[row, head], new_s.at[side, 0], new_full.at[side])
                 plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
 
-        def widened(value):
-            return value.astype(jnp.float32).astype(q.dtype) if case.widens else value
+        def widened(value, scale=None):
+            value = value.astype(jnp.float32)
+            return (value if scale is None else value * scale).astype(q.dtype)
 
         def widen(slot):
-            """Bring a float8 tile where the products want it, in their type."""
-            for begin in range(0, head_size, 64):
-                part_of_head = pl.ds(begin, 64)
-                for source, target in ((k_in, k_s), (v_in, v_s)):
-                    value = plgpu.load(
-                        source.at[slot, :, part_of_head], layout=copy_layout(step_size, 64), optimized=False
-                    )
-                    target[0, :, part_of_head] = widened(value)
+            """Bring a tile of small elements where the products want it, in their type."""
+            layout = copy_layout(step_size, 64)
+            for half, (source, target) in enumerate(((k_in, k_s), (v_in, v_s))):
+                scale = None
+                if case.scaled:
+                    scale = plgpu.load(scales_in.at[slot, half], layout=layout.reduce(1), optimized=False)
+                    scale = lax.broadcast_in_dim(scale, (step_size, 64), [0])
+                for begin in range(0, head_size, 64):
+                    part_of_head = pl.ds(begin, 64)
+                    value = plgpu.load(source.at[slot, :, part_of_head], layout=layout, optimized=False)
+                    target[0, :, part_of_head] = widened(value, scale)
             plgpu.commit_smem()
 
         def patch(slot, row, step, piece, last, length):
@@ -435,16 +454,34 @@ def _kernel_body(case: _Case):
             seen = at < length
             if window is not None:
                 seen = seen & (at >= length - window)
-            for begin in range(0, head_size, 64):  # in parts, to hold fewer registers
-                part_of_head = pl.ds(begin, 64)
-                for i, buffer in enumerate((k_s, v_s)):
-                    tile_ref = buffer.at[slot, :, part_of_head]
-                    new = plgpu.load(new_s.at[side, i, part_of_head], layout=column_layout, optimized=False)
-                    new = widened(new)
-                    old = plgpu.load(tile_ref, layout=plgpu.Layout.WGMMA)
-                    if buffer is v_s:
-                        old = jnp.where(seen, old, jnp.zeros_like(old))
-                    tile_ref[...] = jnp.where(is_new, lax.broadcast_in_dim(new, at.shape, [1]), old)
+
+            def put(with_new):
+                if case.scaled and with_new:
+                    place = jnp.clip(slot_mapping[row], 0, cache.shape[1] * block_size - 1)
+                    block, offset = lax.div(place, block_size), lax.rem(place, block_size)
+                    new_scales = [scales[block, half, head, offset] for half in range(2)]
+                for begin in range(0, head_size, 64):  # in parts, to hold fewer registers
+                    part_of_head = pl.ds(begin, 64)
+                    for i, buffer in enumerate((k_s, v_s)):
+                        if buffer is k_s and not with_new:
+                            continue
+                        tile_ref = buffer.at[slot, :, part_of_head]
+                        value = plgpu.load(tile_ref, layout=plgpu.Layout.WGMMA)
+                        if buffer is v_s:
+                            value = jnp.where(seen, value, jnp.zeros_like(value))
+                        if with_new:
+                            new = new_s.at[side, i, part_of_head]
+                            new = plgpu.load(new, layout=column_layout, optimized=False)
+                            if case.widens:
+                                new = widened(new, new_scales[i] if case.scaled else None)
+                            value = jnp.where(is_new, lax.broadcast_in_dim(new, at.shape, [1]), value)
+                        tile_ref[...] = value
+
+            if window is None:  # then only last steps are patched
+                put(True)
+            else:
+                pl.when(is_last)(lambda: put(True))
+                pl.when(jnp.logical_not(is_last))(lambda: put(False))
             plgpu.commit_smem()
             target = slot_mapping[row]
 

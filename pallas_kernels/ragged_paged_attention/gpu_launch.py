@@ -153,6 +153,9 @@ def _plain(attribute: Any) -> bytes | bool:
 
 def _spelling(t: jax.ShapeDtypeStruct) -> str:
     """A type as StableHLO writes it."""
-    names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int8": "i8"}
+    names = {
+        "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int8": "i8",
+        "float8_e4m3fn": "f8E4M3FN",
+    }  # fmt: skip
     name = names.get(str(t.dtype), str(t.dtype))
     return f"tensor<{'x'.join([*map(str, t.shape), name])}>"

@@ -166,16 +166,19 @@ def prefill_attention(
     *,
     num_sms: int,
     config: PrefillConfig,
+    scales: jax.Array | None = None,
     interpret: Any = None,
 ) -> None:
     """Attend the tokens of rows that do not decode; zero those of padding.
 
     Args:
         q: [T, H, D], bfloat16 or float16.
-        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type or float8, the new tokens written already.
+        kv_cache: reference to [2, num_blocks, K, block_size, D], of q's type, float8 or int8, the new tokens written
+            already.
         plan: of this batch.
         sinks: [H] extra logits of the denominator.
         out: reference to [T, H, D].
+        scales: float32 [num_blocks, 2, K, block_size] of an int8 cache, the new tokens' written already.
     """  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -191,7 +194,9 @@ def prefill_attention(
     step, stages = config.step, config.stages
     copies = max(step // block_size, 1)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    # A float8 cache's tiles arrive in memory of their own, which the second query buffer leaves to them.
+    if scales is not None:
+        operands.append(scales)
+    # Tiles of small elements arrive in memory of their own, which the second query buffer leaves to them.
     widens = kv_cache.dtype != q.dtype
     query_buffers = QUERY_BUFFERS if head_size <= 128 and not widens else 1
     arriving = (2 if head_size <= 128 else 1) if widens else 0
@@ -211,7 +216,10 @@ def prefill_attention(
     )
     if widens:
         scratch["kv_in"] = plgpu.SMEM((arriving, step, head_size), kv_cache.dtype)
-        scratch["kv_arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=arriving)
+        arrivals = copies if scales is None else 2 * copies
+        scratch["kv_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=arriving)
+        if scales is not None:
+            scratch["scales_in"] = plgpu.SMEM((arriving, step), jnp.float32)
     if interpret is not None:  # which knows no product of registers with shared memory
         scratch["p_s"] = plgpu.SMEM((CONSUMERS, ROWS, step), q.dtype, transforms=tiled)
     case = (
@@ -270,9 +278,10 @@ def _kernel_body(
     def paged_prefill(
         tiles, counts, tables, lengths, q, *refs,
         q_s, k_s, v_s, row_s, k_full, v_full, v_edge, q_full, k_free, v_free, q_free, turn, p_s=None,
-        kv_in=None, kv_arrived=None,
+        kv_in=None, kv_arrived=None, scales_in=None,
     ):  # fmt: skip
-        sinks, (cache, out) = (refs[0], refs[1:]) if has_sinks else (None, refs)
+        sinks, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
+        scales, (cache, out) = (None, refs) if scales_in is None else (refs[0], refs[1:])
         num_kv_heads, table_width = cache.shape[2], tables.shape[1]
         num_tokens = counts[2]
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -312,8 +321,18 @@ def _kernel_body(
                 target = buffer.at[slot, pl.ds(i * block_size, block_size)]
                 plgpu.copy_gmem_to_smem(cache.at[half, block, kv_head], target, full)
 
+        def load_scales(half, place, blocks, kv_head, step):
+            if block_size >= step_size:
+                at = lax.rem(step * step_size, block_size)
+                ours = scales.at[blocks[0], half, kv_head, pl.ds(pl.multiple_of(at, step_size), step_size)]
+                plgpu.copy_gmem_to_smem(ours, scales_in.at[place], kv_arrived.at[place])
+                return
+            for i, block in enumerate(blocks):
+                target = scales_in.at[place, pl.ds(i * block_size, block_size)]
+                plgpu.copy_gmem_to_smem(scales.at[block, half, kv_head], target, kv_arrived.at[place])
+
         def load_narrow(number, row, first, end, kv_head):
-            """Start loading a float8 tile: keys and values of the steps from ``first`` to ``end``, in turn."""
+            """Start loading a small tile: keys and values of the steps from ``first`` to ``end``, in turn."""
             step, half = first + lax.div(number, 2), lax.rem(number, 2)
             place = lax.rem(number, arriving)
 
@@ -321,21 +340,29 @@ def _kernel_body(
             def _load():
                 blocks = block_ids(row, step)
                 for which in range(2):
-                    pl.when(half == which)(
-                        lambda which=which: load(
-                            which, kv_in, kv_arrived.at[place], place, blocks, kv_head, step
-                        )
-                    )
+
+                    @pl.when(half == which)
+                    def _half(which=which):
+                        load(which, kv_in, kv_arrived.at[place], place, blocks, kv_head, step)
+                        if scales is not None:
+                            load_scales(which, place, blocks, kv_head, step)
 
         def widen(number, target):
-            """Wait for a float8 tile and bring it where the products want it, in their type."""
+            """Wait for a tile of small elements and bring it where the products want it, in their type."""
             place = lax.rem(number, arriving)
             plgpu.barrier_wait(kv_arrived.at[place])
+            layout = copy_layout(64, 64)
             for begin in range(0, step_size, 64):
+                scale = None
+                if scales is not None:
+                    scale = scales_in.at[place, pl.ds(begin, 64)]
+                    scale = plgpu.load(scale, layout=layout.reduce(1), optimized=False)
+                    scale = lax.broadcast_in_dim(scale, (64, 64), [0])
                 for column in range(0, head_size, 64):
                     part = pl.ds(begin, 64), pl.ds(column, 64)
-                    value = plgpu.load(kv_in.at[place, *part], layout=copy_layout(64, 64), optimized=False)
-                    target[part] = value.astype(jnp.float32).astype(q.dtype)
+                    value = plgpu.load(kv_in.at[place, *part], layout=layout, optimized=False)
+                    value = value.astype(jnp.float32)
+                    target[part] = (value if scale is None else value * scale).astype(q.dtype)
             plgpu.commit_smem()
 
         def arrive(full):

@@ -11,6 +11,7 @@ import pytest
 from gpu_interpreter import needs_mosaic_gpu, run, strict, unexpected_races
 from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 
+from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, abstract_cache, values_of
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend, device_why_not, stored_head_size, supported
 from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
@@ -30,10 +31,12 @@ def backend(num_sms: int = 2) -> GpuBackend:
 
 def attend(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, layers=1, num_sms=2):
     """(result, cache) of the backend, and of the oracle; the cache in the oracle's shape."""
-    head_size, kv_heads, block_size = batch.q.shape[2], batch.k.shape[1], batch.kv_cache.shape[3]
+    values = values_of(batch.kv_cache)
+    head_size, kv_heads, block_size = batch.q.shape[2], batch.k.shape[1], values.shape[3]
     ours = backend(num_sms)
-    shape = ours.kv_cache_shape(batch.kv_cache.shape[1], block_size, kv_heads, head_size)
-    cache = jnp.pad(batch.kv_cache, [(0, 0)] * 4 + [(0, shape[4] - head_size)])
+    shape = ours.kv_cache_shape(values.shape[1], block_size, kv_heads, head_size)
+    padded = jnp.pad(values, [(0, 0)] * 4 + [(0, shape[4] - head_size)])
+    cache = with_values(batch.kv_cache, padded)
 
     def step(q, k, v, cache, metadata, sinks):
         plan = ours.prepare(
@@ -50,12 +53,17 @@ def attend(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, layers=
         batch.q.astype(jnp.float32), expected_cache, batch.metadata, scale=options.scale, sinks=sinks,
         sliding_window=options.sliding_window, soft_cap=options.soft_cap,
     )  # fmt: skip
-    return (out, cache[..., :head_size]), (expected, expected_cache)
+    return (out, with_values(cache, values_of(cache)[..., :head_size])), (expected, expected_cache)
+
+
+def with_values(cache: KVCache, values: jax.Array) -> KVCache:
+    return replace(cache, values=values) if isinstance(cache, ScaledCache) else values
 
 
 def check(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, capsys, **kwargs) -> None:
     (out, cache), (expected, expected_cache) = attend(batch, options, sinks, **kwargs)
-    np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(expected_cache, np.float32))
+    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(expected_cache)):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
     out, expected = np.asarray(out, np.float32), np.asarray(expected, np.float32)
     live = int(batch.metadata.query_start_loc[-1])
     np.testing.assert_array_equal(out[live:], 0)
@@ -85,6 +93,11 @@ DECODE = {
     "window": (dict(rows=[70, 500]), dict(sliding_window=100)),
     "soft cap": (dict(rows=[70, 200]), dict(soft_cap=2.0)),
     "float8 cache": (dict(rows=[1, 64, 65, 300], kv_dtype="float8_e4m3fn"), {}),
+    "int8 cache": (dict(rows=[1, 64, 65, 300], kv_dtype="int8"), {}),
+    "int8 cache, head of 80, block of 128, window": (
+        dict(rows=[70, 300], kv_dtype="int8", head_size=80, block_size=128),
+        dict(sliding_window=100),
+    ),
     "float8 cache, head of 128, group of 8, window": (
         dict(rows=[70, 500], kv_dtype="float8_e4m3fn", heads=8, kv_heads=1, head_size=128, block_size=64),
         dict(sliding_window=100),
@@ -118,6 +131,11 @@ MIXED = {
     "window": (dict(rows=[(40, 1), (300, 60), (90, 90)]), dict(sliding_window=50)),
     "soft cap": (dict(rows=[(100, 60)]), dict(soft_cap=2.0)),
     "float8 cache": (dict(rows=[(40, 1), (150, 33), (5, 2)], kv_dtype="float8_e4m3fn"), {}),
+    "int8 cache": (dict(rows=[(40, 1), (150, 33), (5, 2)], kv_dtype="int8"), {}),
+    "int8 cache, block of 128, window": (
+        dict(rows=[(300, 60)], kv_dtype="int8", block_size=128),
+        dict(sliding_window=50),
+    ),
     "float8 cache, head of 256, window": (
         dict(rows=[(200, 60)], kv_dtype="float8_e4m3fn", head_size=256, block_size=64, heads=2, kv_heads=1),
         dict(sliding_window=50),
@@ -222,7 +240,8 @@ SHAPES = [
     (12, 2, 64, 32, "bfloat16"), (32, 2, 80, 16, "bfloat16"), (8, 4, 256, 16, "bfloat16"),
     (5, 1, 192, 8, "bfloat16"), (13, 1, 96, 128, "bfloat16"),
     (32, 8, 128, 16, "bfloat16", "float8_e4m3fn"), (4, 2, 256, 64, "float16", "float8_e4m3fn"),
-    (6, 2, 64, 128, "bfloat16", "float8_e4m3fn"),
+    (6, 2, 64, 128, "bfloat16", "float8_e4m3fn"), (32, 8, 128, 64, "bfloat16", "int8"),
+    (5, 1, 192, 8, "float16", "int8"),
 ]  # fmt: skip
 OPTIONS = [
     AttentionOptions(scale=0.1), AttentionOptions(scale=0.1, sliding_window=4096, soft_cap=50.0),
@@ -251,7 +270,9 @@ def test_lowers_for_hopper_in_place(shape, options):
             int32(num_tokens), int32(num_tokens), decode_only=decode_only,
         )  # fmt: skip
         q, k = (jax.ShapeDtypeStruct((num_tokens, h, head_size), dtype) for h in (heads, kv_heads))
-        cache = jax.ShapeDtypeStruct(ours.kv_cache_shape(99, block_size, kv_heads, head_size), kv_dtype)
+        cache = abstract_cache(
+            ours.kv_cache_shape(99, block_size, kv_heads, head_size), kv_dtype, 99, block_size
+        )
         sinks = jax.ShapeDtypeStruct((heads,), jnp.float32)
         traced = jax.jit(step, donate_argnums=3).trace(q, k, k, cache, metadata, sinks)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -280,7 +301,11 @@ def test_what_is_refused_says_why_and_what_serves_it():
         assert word in reason
         assert "portable path" in reason
     assert supported(128, 4, 16, "bfloat16", plain, "float8_e4m3fn") is None
-    reason = supported(128, 4, 16, "bfloat16", plain, "int8")
+    assert supported(128, 4, 16, "bfloat16", plain, "int8") is None
+    reason = supported(256, 4, 16, "bfloat16", plain, "int8")
+    assert reason is not None
+    assert "fp8" in reason
+    reason = supported(128, 4, 16, "bfloat16", plain, "float32")
     assert reason is not None
     assert "fp8" in reason
 
