@@ -131,8 +131,9 @@ def _make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def _limits() -> LLParserLimits:
-    # A state takes one to two kilobytes. Verbose errors would hold the user's text.
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    # What one grammar, and one request that walks through it, may take: the expressions of a hostile regular expression
+    # 50 MB, a state one to two kilobytes. Ordinary grammars need a tenth. Verbose errors would hold the user's text.
+    return LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=16_000, verbose_errors=False)
 
 
 def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
+from jaxserve.structured_output import compiler as compiler_module
 from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.structured_output.interface import GrammarError
 from jaxserve.structured_output.llguidance_backend import LLGuidanceBackend
@@ -74,6 +76,23 @@ def test_the_least_recently_used_grammar_is_forgotten():
         compiler.check(regex(pattern))
     assert backend.compiled == ["a", "b", "c", "b"]
     compiler.close()
+
+
+def test_costly_grammars_are_forgotten_sooner(monkeypatch):
+    class Costly(CountingBackend):
+        def compile(self, params):
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            return super().compile(params)
+
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_SECONDS", 0.05)
+    backend = Costly()
+    compiler = GrammarCompiler(lambda: backend)
+    for pattern in "abcdca":
+        compiler.check(regex(pattern))
+    compiler.close()
+    assert backend.compiled == ["a", "b", "c", "d", "a"]
 
 
 def test_the_parameter_is_named_as_the_request_spelt_it():
