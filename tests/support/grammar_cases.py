@@ -35,7 +35,7 @@ REGEXES = [
     r"(?i)hello",
     r"é{1,2}|ü",
     r"a\\b\"c/d",
-    r"\s?\w{1,4}\s?",
+    r"\s?[A-Za-z]{1,4}\s?",
     r"(a|b)(c|d)(e|f)?",
     r"[\n\t]{1,3}end",
 ]
