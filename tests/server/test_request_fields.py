@@ -61,7 +61,9 @@ def endpoint(request) -> str:
 @pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
 def test_every_sampling_parameter_is_a_field(model):
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    assert names - {"detokenize", "output_kind", "shown_special_tokens", "reasoning"} <= set(model.model_fields)
+    assert names - {"detokenize", "output_kind", "shown_special_tokens", "reasoning"} <= set(
+        model.model_fields
+    )
     assert set(GIVEN) == names - NOT_OVER_HTTP, "a new sampling parameter belongs into this test"
 
 

@@ -85,7 +85,10 @@ async def test_structured_outputs(client, engine, endpoint, given):
         ({"response_format": {"type": ["json_object"]}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}},
+            "response_format",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"other": 1}}}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
@@ -97,7 +100,10 @@ async def test_structured_outputs(client, engine, endpoint, given):
         ({"structured_outputs": {"unknown": 5}}, None),
         ({"structured_outputs": {"regex": "a", "param": "x"}}, None),
         ({"structured_outputs": "a"}, None),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
         ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
         ({"guided_regex": "a"}, "guided_regex"),
