@@ -340,9 +340,7 @@ class JaxModelRunner:
         )
         step = self.builder.build(batch, scheduler_output, decode_only=decode_only)
         self._patch(step.early_patches)
-        variant = self.programs.choose(
-            step.bucket, greedy=step.features == Feature.NONE, decode_only=decode_only
-        )
+        variant = self.programs.choose(step.bucket, features=Feature(step.features), decode_only=decode_only)
         num_logprobs = self._num_logprobs(step)
         sampled, hidden, self.state = self.programs.run(
             variant, self.params, self.state, self._put(step.buffer), with_logprobs=bool(num_logprobs)

@@ -30,6 +30,7 @@ from jaxserve.runner.step_program import (
 )
 from jaxserve.sampling import state as sampler_state
 from jaxserve.sampling.logprobs import LogprobArrays
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from jaxserve.sampling.sampler import SamplerOutput
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
 from pallas_kernels.kv_cache_update.quantized import abstract_cache
@@ -84,15 +85,19 @@ class StepVariant:
 
     Args:
         bucket: its shape.
-        greedy_only: the argmax alone instead of the whole sampler.
+        features: what of the sampler it holds.
         decode_only: rows of one token alone.
         fixed: the decode step between fixed addresses (``run_decode_step``).
     """
 
     bucket: Bucket
-    greedy_only: bool = False
+    features: Feature = ALL_FEATURES
     decode_only: bool = False
     fixed: bool = False
+
+
+DECODE_FEATURES = (ALL_FEATURES, Feature.TOP_K, Feature.NONE)
+"""The samplers of decode steps: everything, which has branches; random with a top-k, and greedy, which have none."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,8 @@ class ProgramStyle:
     """How a platform's steps are cut into programs.
 
     Args:
-        decode_programs: compile steps that only decode on their own, with the whole sampler and with the argmax alone.
-            Accelerators gain from it: a branch costs them a round trip to the host. On CPUs one program serves all.
+        decode_programs: compile steps that only decode on their own, one for each of ``DECODE_FEATURES``. Accelerators
+            gain from it: a branch costs them a round trip to the host. On CPUs one program serves all.
         fixed_addresses: those programs run between buffers that never move, which CUDA graphs gain from.
     """
 
@@ -118,7 +123,9 @@ def step_variants(table: BucketTable, style: ProgramStyle) -> list[StepVariant]:
     variants: list[StepVariant] = []
     for bucket in reversed(table.buckets):
         if bucket in table.decode:
-            variants += [StepVariant(bucket, greedy, True, style.fixed_addresses) for greedy in (False, True)]
+            variants += [
+                StepVariant(bucket, features, True, style.fixed_addresses) for features in DECODE_FEATURES
+            ]
         if bucket in table.mixed:
             variants.append(StepVariant(bucket))
     return variants
@@ -153,7 +160,7 @@ class StepPrograms:
         layout = self.builder.layouts[variant.bucket]
         options: dict[str, Any] = {
             "model": self.model, "layout": layout, "num_slots": self.shapes.num_blocks * self.shapes.block_size,
-            "max_logprobs": self.shapes.max_logprobs, "greedy_only": variant.greedy_only,
+            "max_logprobs": self.shapes.max_logprobs, "features": variant.features,
         }  # fmt: skip
         state = self.shapes.abstract_state()
         if variant.fixed:
@@ -233,18 +240,18 @@ class StepPrograms:
     def _hidden(self, num_tokens: int) -> Abstract:
         return Abstract((num_tokens, self.model.hidden_size), self.model.dtype)
 
-    def choose(self, bucket: Bucket, *, greedy: bool, decode_only: bool) -> StepVariant:
-        """The most special program that can run a step."""
-        fixed = self.shapes.decode_rows > 0
-        for variant in (
-            StepVariant(bucket, greedy, True, fixed),
-            StepVariant(bucket, False, True, fixed),
-            StepVariant(bucket),
-        ):
-            fits = (decode_only or not variant.decode_only) and (greedy or not variant.greedy_only)
-            if fits and variant in self.compiled:
-                return variant
-        raise KeyError(f"No program was compiled for {bucket}.")
+    def choose(self, bucket: Bucket, *, features: Feature, decode_only: bool) -> StepVariant:
+        """The most special program that can run a step.
+
+        Args:
+            bucket: the step's.
+            features: what its rows ask of the sampler.
+            decode_only: all of its rows have one token.
+        """
+        if decode_only and bucket in self.builder.table.decode:
+            held = next(held for held in reversed(DECODE_FEATURES) if not features & ~held)
+            return StepVariant(bucket, held, True, self.shapes.decode_rows > 0)
+        return StepVariant(bucket)
 
     def run(
         self, variant: StepVariant, params: Any, state: DeviceState, buffer: jax.Array, *, with_logprobs: bool

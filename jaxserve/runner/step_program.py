@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxserve.models import Model
 from jaxserve.runner.step_layout import StepLayout
 from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
-from jaxserve.sampling.metadata import SamplingMetadata
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata
 from jaxserve.sampling.sampler import SamplerOutput, sample
 from jaxserve.sampling.state import SamplerState
 from pallas_kernels.dispatch import AttentionMetadata
@@ -100,7 +100,7 @@ def run_step(
     layout: StepLayout,
     num_slots: int,
     max_logprobs: int,
-    greedy_only: bool,
+    features: Feature = ALL_FEATURES,
     decode_only: bool = False,
 ) -> tuple[StepOutput, DeviceState]:
     """One whole step: embed, layers, logits of each row's last token, sampling.
@@ -112,7 +112,7 @@ def run_step(
         model, layout: of this program.
         num_slots: slots of the cache (num_blocks * block_size): the first out-of-range one.
         max_logprobs: most likely tokens listed a row.
-        greedy_only: compile the argmax alone.
+        features: what of the sampler to compile (``sample``).
         decode_only: compile for rows of one token alone.
     """
     fields = layout.split(buffer)
@@ -126,9 +126,7 @@ def run_step(
     last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
     logits = model.logits(params, last)
     sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
-    sampled, sampler = sample(
-        logits, sampling, state.sampler, max_logprobs=max_logprobs, greedy_only=greedy_only
-    )
+    sampled, sampler = sample(logits, sampling, state.sampler, max_logprobs=max_logprobs, features=features)
     return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler, state.decode)
 
 
@@ -140,7 +138,7 @@ def run_decode_step(
     layout: StepLayout,
     num_slots: int,
     max_logprobs: int,
-    greedy_only: bool,
+    features: Feature,
 ) -> DeviceState:
     """``run_step`` for rows of one token, between buffers that never move.
 
@@ -151,11 +149,11 @@ def run_decode_step(
     buffer = state.decode.step_input[: layout.size]
     output, new = run_step(
         params, state, buffer, model=model, layout=layout, num_slots=num_slots, max_logprobs=max_logprobs,
-        greedy_only=greedy_only, decode_only=True,
+        features=features, decode_only=True,
     )  # fmt: skip
     rows = layout.bucket.num_rows
     before, sampled = state.decode.sampled, output.sampled
-    if greedy_only:
+    if not features & Feature.LOGPROBS:
         kept = replace(before, token_ids=before.token_ids.at[:rows].set(sampled.token_ids))
     else:
         kept = jax.tree.map(lambda old, ours: old.at[:rows].set(ours), before, sampled)

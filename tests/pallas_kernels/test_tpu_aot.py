@@ -26,6 +26,7 @@ from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.programs import ProgramShapes
 from jaxserve.runner.step_layout import StepLayout
 from jaxserve.runner.step_program import run_step
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
@@ -178,7 +179,7 @@ def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int, gre
         layout=layout,
         num_slots=NUM_BLOCKS * BLOCK_SIZE,
         max_logprobs=20,
-        greedy_only=greedy_only,
+        features=Feature.NONE if greedy_only else ALL_FEATURES,
         decode_only=bucket is DECODE,
     )
     buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=whole)

@@ -15,6 +15,7 @@ from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.programs import ProgramShapes
 from jaxserve.runner.step_program import run_step
+from jaxserve.sampling.metadata import Feature
 from pallas_kernels.dispatch import BlockedBackend
 
 pytestmark = pytest.mark.device
@@ -39,7 +40,7 @@ def test_a_cpu_step_copies_no_cache(num_tokens):
         layout=layout,
         num_slots=NUM_BLOCKS * BLOCK_SIZE,
         max_logprobs=5,
-        greedy_only=True,
+        features=Feature.NONE,
     )
     arguments = (
         model.abstract_params(),

@@ -15,6 +15,7 @@ from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.programs import ProgramShapes
 from jaxserve.runner.step_program import run_step
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 
 pytestmark = [
     pytest.mark.device,
@@ -36,7 +37,8 @@ def test_it_lowers(name, num_tokens, decode_only):
     shapes = ProgramShapes(16, model.vocab_size, 20, 50, 64, 32, tuple(shape), jnp.bfloat16)
     layout = BatchBuilder(BucketTable.build(64, 16), 64, 16).layouts[Bucket(num_tokens, min(num_tokens, 16))]
     step = partial(
-        run_step, model=model, layout=layout, num_slots=50 * 64, max_logprobs=20, greedy_only=decode_only,
+        run_step, model=model, layout=layout, num_slots=50 * 64, max_logprobs=20,
+        features=Feature.NONE if decode_only else ALL_FEATURES,
         decode_only=decode_only,
     )  # fmt: skip
     arguments = (
