@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +65,6 @@ def compile_all(
     lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
     store: ProgramStore,
     progress: Callable[[int, int], None] | None = None,
-    first: Collection[Any] = (),
 ) -> dict[Any, jax.stages.Compiled]:
     """Load what is stored; lower the rest on this thread (tracing is Python) while a pool compiles it, and store it.
 
@@ -73,8 +72,6 @@ def compile_all(
         lowerings: key -> a function that lowers its program.
         store: of this engine.
         progress: called with (programs ready, programs in all).
-        first: programs to compile alone before the others. Mosaic GPU compiles each kernel once in a process, under a
-            lock that it gets only while XLA compiles nothing: with a pool at work, everybody waits for everybody.
     """
     total, done, lock = len(lowerings), 0, threading.Lock()
 
@@ -99,10 +96,7 @@ def compile_all(
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
         missing = [key for key, program in programs.items() if program is None]
-        alone = [key for key in missing if key in first]
-        programs |= {key: compile_one(key, lowerings[key]()) for key in alone}
-        rest = [key for key in missing if key not in first]
-        futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in rest}
+        futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in missing}
         programs |= {key: future.result() for key, future in futures.items()}
     logger.debug(
         "%d programs, %d of them stored, in %.1f s", total, total - len(missing), time.monotonic() - started

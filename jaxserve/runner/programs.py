@@ -277,12 +277,6 @@ class StepPrograms:
         state = program(params, replace(state, decode=DecodeBuffers(step_input, state.decode.sampled)))
         return self.compiled["take_sampled", size, with_logprobs](state.decode.sampled), None, state
 
-    def _with_all_kernels(self) -> list[StepVariant]:
-        """The smallest programs that together hold every attention kernel, where these are compiled on their own."""
-        fixed = [variant for variant in self.variants if variant.fixed]
-        mixed = [variant for variant in self.variants if not variant.decode_only]
-        return [fixed[-1], mixed[-1]] if fixed else []
-
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything in the table."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
@@ -293,8 +287,5 @@ class StepPrograms:
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
         keys = {key: self._key(key) for key in lowerings}
-        compiled = compile_all(
-            {keys[key]: lower for key, lower in lowerings.items()}, self.store, progress,
-            first=[keys[key] for key in self._with_all_kernels()],
-        )  # fmt: skip
+        compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
         self.compiled = {key: compiled[stored] for key, stored in keys.items()}
