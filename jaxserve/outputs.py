@@ -37,8 +37,8 @@ class RequestMetrics:
 class CompletionOutput:
     """One completion of a prompt.
 
-    ``finish_reason``: stop | length | abort | error | repetition, None while it runs. ``stop_reason``: the stop string or stop
-    token id that ended it; None for the end-of-sequence token.
+    ``finish_reason``: stop | length | abort | error | repetition, None while it runs. ``stop_reason``: the stop string
+    or stop token id that ended it; None for the end-of-sequence token.
     """
 
     index: int

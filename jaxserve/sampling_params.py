@@ -54,9 +54,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         name = "repetition_detection"
         _check_int(f"{name}.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN, param=name)
-        _check_int(
-            f"{name}.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size, param=name
-        )
+        _check_int(f"{name}.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size, param=name)
         _check_int(f"{name}.min_count", self.min_count, 2, MAX_PATTERN, param=name)
 
     def found_in(self, token_ids: list[int], num_output_tokens: int) -> bool:
@@ -359,7 +357,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=False):
             _check_bool(name, getattr(self, name))
         if isinstance(cast(Any, self.temperature), bool) or self.temperature not in (0, 1):
             raise InvalidRequestError(
-                f"temperature is {self.temperature}; beam search scores by the model's own probabilities: leave it out.",
+                f"temperature is {self.temperature}; beam search goes by the model's own probabilities: leave it out.",
                 param="temperature",
             )
 

@@ -18,9 +18,13 @@ def check_stop(request: Request, token_id: int) -> FinishReason | None:
     if request.num_output_tokens >= request.max_tokens:
         return FinishReason.LENGTH
     repetition = request.sampling_params.repetition_detection
-    if repetition is not None and request.num_output_tokens >= request.sampling_params.min_tokens:
-        if repetition.found_in(request.all_token_ids, request.num_output_tokens):
-            return FinishReason.REPETITION
+    may_end = request.num_output_tokens >= request.sampling_params.min_tokens
+    if (
+        repetition is not None
+        and may_end
+        and repetition.found_in(request.all_token_ids, request.num_output_tokens)
+    ):
+        return FinishReason.REPETITION
     return None
 
 

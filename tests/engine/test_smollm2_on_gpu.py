@@ -58,5 +58,7 @@ def test_float32_tokens_and_bfloat16_perplexity():
             )
         )
         assert llm._core.runner.num_compilations() == 0
-    print(f"perplexity {expected:.4f} in float32, {found:.4f} in bfloat16; {same} of {len(CASES)} same answers")
+    print(
+        f"perplexity {expected:.4f} in float32, {found:.4f} in bfloat16; {same} of {len(CASES)} same answers"
+    )
     assert abs(found / expected - 1) < PPL_TOLERANCE

@@ -129,7 +129,11 @@ def test_create_passes_everything_on():
 )
 def test_a_grammars_mask_never_gives_way(grammar, allowed, bad_words, stops, min_tokens):
     builder = TokenMaskBuilder(
-        V, allowed_token_ids=allowed, bad_words_token_ids=bad_words, stop_token_ids=stops, min_tokens=min_tokens
+        V,
+        allowed_token_ids=allowed,
+        bad_words_token_ids=bad_words,
+        stop_token_ids=stops,
+        min_tokens=min_tokens,
     )
     within = pack_mask(np.isin(np.arange(V), list(grammar)))
     before = within.copy()
