@@ -9,7 +9,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.runner import model_runner
 from jaxserve.runner.programs import ProgramStyle
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.slow]
 
 STYLES = {
     "cpu": ProgramStyle(decode_programs=False, fixed_addresses=False),
