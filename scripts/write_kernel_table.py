@@ -32,7 +32,8 @@ Caches of one byte an element:
   and nothing else.
 - `--kv-cache-dtype int8`: every token and KV head has a float32 scale of its own, its largest magnitude over 127, in an
   array beside the cache. Nothing is calibrated and nothing depends on the batch. int8 is nearer to the truth than fp8
-  at scale 1 and takes 4 bytes a head and token more.
+  at scale 1 and takes 4 bytes a head and token more. On TPUs XLA copies these scales (not the cache) once a layer,
+  because it scatters the new ones in another layout: prefer fp8 there.
 
 """
 
