@@ -150,7 +150,9 @@ def test_kernels(generation, name):
     compile_kernels(generation, *KERNELS[name])
 
 
-@pytest.mark.xfail(strict=True, reason="XLA:TPU gives the scatter of new scales another layout, and copies them there")
+@pytest.mark.xfail(
+    strict=True, reason="XLA:TPU gives the scatter of new scales another layout, and copies them there"
+)
 def test_the_scales_of_an_int8_cache_are_not_copied():
     compile_kernels("v6e", *KERNELS["int8 cache"], check_scales=True)
 
