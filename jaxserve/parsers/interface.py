@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+
+from jaxserve.parsers.scan import first_tag, partial_tag
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The tools of a request: name to the JSON schema of its parameters."""
@@ -98,6 +100,21 @@ class StreamParser(ABC):
     def _content(self, text: str) -> None:
         if text:
             self._deltas.append(ContentDelta(text))
+
+    def _take_tag(self, tags: Sequence[str], *, final: bool) -> str | None:
+        """The first of ``tags``, taken out of the buffer with the content before it.
+
+        None where none stands there: then all that cannot begin one is content.
+        """
+        hit = first_tag(self._buffer, tags)
+        if hit is None:
+            kept = 0 if final else partial_tag(self._buffer, tags)
+            end = taken = len(self._buffer) - kept
+        else:
+            end, taken = hit[0], hit[0] + len(hit[1])
+        self._content(self._buffer[:end])
+        self._buffer = self._buffer[taken:]
+        return None if hit is None else hit[1]
 
     def _reasoning(self, text: str) -> None:
         if text:

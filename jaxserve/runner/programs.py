@@ -135,10 +135,10 @@ class StepPrograms:
     """Lowers and compiles; afterwards a table of callables.
 
     Attributes:
-        steps: StepVariant -> compiled ``run_step``.
-        reset_row, add_history, (set_mask_rows, n), set_bias_row, patch: compiled changes of ``DeviceState`` parts.
-        slice_hidden: T -> compiled ``slice_hidden``.
-        score: compiled ``score_prompt``.
+        compiled: key -> program. Keys are the ``StepVariant``s; the names of what changes parts of ``DeviceState``
+            (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for fixed decode steps
+            ``("put_step_input", T)`` and ``("take_sampled", T, with logprobs)``.
+        store: where programs are kept between starts.
     """
 
     def __init__(

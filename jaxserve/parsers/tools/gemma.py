@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from jaxserve.parsers.interface import ToolParser
-from jaxserve.parsers.scan import MAX_DEPTH, first_tag, partial_tag
+from jaxserve.parsers.scan import MAX_DEPTH
 
 _ENDS = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 _QUOTES = {"<start_function_call>": "<escape>", "<|tool_call>": '<|"|>'}
@@ -45,17 +45,7 @@ class GemmaParser(ToolParser):
             self._tag = ""
 
     def _outside(self, *, final: bool) -> None:
-        tags = tuple(_ENDS)
-        hit = first_tag(self._buffer, tags)
-        if hit is None:
-            kept = 0 if final else partial_tag(self._buffer, tags)
-            shown = len(self._buffer) - kept
-            self._content(self._buffer[:shown])
-            self._buffer = self._buffer[shown:]
-            return
-        position, self._tag = hit
-        self._content(self._buffer[:position])
-        self._buffer = self._buffer[position + len(self._tag) :]
+        self._tag = self._take_tag(tuple(_ENDS), final=final) or ""
         self._searched = 0
 
     def _inside(self, *, final: bool) -> None:

@@ -45,19 +45,10 @@ class Qwen3CoderParser(ToolParser):
             self._leave()
 
     def _read_outside(self, *, final: bool) -> None:
-        tags = (_CALL, _FUNCTION)
-        hit = first_tag(self._buffer, tags)
-        if hit is None:
-            kept = 0 if final else partial_tag(self._buffer, tags)
-            shown = len(self._buffer) - kept
-            self._content(self._buffer[:shown])
-            self._buffer = self._buffer[shown:]
-            return
-        position, tag = hit
-        self._content(self._buffer[:position])
-        self._buffer = self._buffer[position:]
-        self._consume(len(tag))
-        self._state = "name" if tag == _FUNCTION else "call"
+        tag = self._take_tag((_CALL, _FUNCTION), final=final)
+        if tag is not None:
+            self._raw += tag
+            self._state = "name" if tag == _FUNCTION else "call"
 
     def _read_call(self, *, final: bool) -> None:
         """Behind the outer tag."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxserve.parsers.call_readers import CallReader, JsonCall
 from jaxserve.parsers.interface import ToolParser
-from jaxserve.parsers.scan import first_tag, partial_tag
+from jaxserve.parsers.scan import partial_tag
 
 
 class TaggedCallsParser(ToolParser):
@@ -53,17 +53,10 @@ class TaggedCallsParser(ToolParser):
 
     def _outside(self, *, final: bool) -> None:
         """Content up to the next opening tag."""
-        hit = first_tag(self._buffer, self.opening)
-        if hit is None:
-            kept = 0 if final else partial_tag(self._buffer, self.opening)
-            shown = len(self._buffer) - kept
-            self._content(self._buffer[:shown])
-            self._buffer = self._buffer[shown:]
+        tag = self._take_tag(self.opening, final=final)
+        if tag is None:
             return
-        position, tag = hit
-        self._content(self._buffer[:position])
         self._raw = tag
-        self._buffer = self._buffer[position + len(tag) :]
         self._inside, self._in_list, self._closed, self._num_read = True, False, False, 0
 
     def _between(self, *, final: bool) -> None:

@@ -212,8 +212,7 @@ class ConversationRequest(SamplingFieldsHere):
     @model_validator(mode="before")
     @classmethod
     def _refuse_by_name(cls, body: Any) -> Any:
-        unsupported = {name: test for name, test in UNSUPPORTED.items() if name not in cls.model_fields}
-        return known_fields(body, "", cls.model_fields, unsupported)
+        return known_fields(body, "", cls.model_fields, UNSUPPORTED)
 
     @model_validator(mode="after")
     def _check_choice(self) -> ConversationRequest:
