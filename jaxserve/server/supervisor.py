@@ -197,7 +197,9 @@ def _watch(core: CoreClient, servers: list[APIServer], stop: StopSignals, config
         time.sleep(POLL_SECONDS)
     codes = [server.exit_code for server in servers]
     stop.on_first = None
-    return 0 if asked and core.error is None and not any(codes) else 1
+    # A server that was still starting, and had no handler yet, ends by the signal itself: nothing is lost with it.
+    clean = all(code in (0, -signal.SIGTERM) for code in codes)
+    return 0 if asked and core.error is None and clean else 1
 
 
 def dead_core() -> EngineDeadError:

@@ -24,7 +24,7 @@ from jaxserve.server.supervisor import bind_shared
 pytestmark = pytest.mark.anyio
 
 ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "max_model_len": 1024}
-RUNNER = {"num_blocks": 2000, "step_seconds": 0.001}
+RUNNER = {"num_blocks": 2000}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "llama")
 
 
-def servers(model: Path, count: int = 2, **server: Any) -> contextlib.AbstractContextManager[ServerProcess]:
-    return server_process(model, server={"api_server_count": count, **server}, engine=ENGINE, runner=RUNNER)
+def servers(
+    model: Path, count: int = 2, step_seconds: float = 0.001, **server: Any
+) -> contextlib.AbstractContextManager[ServerProcess]:
+    runner = {**RUNNER, "step_seconds": step_seconds}
+    return server_process(model, server={"api_server_count": count, **server}, engine=ENGINE, runner=runner)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,8 @@ async def test_both_serve(running: ServerProcess):
 @pytest.mark.slow
 def test_asked_to_end(model: Path):
     """A stream that still runs after the timeout ends as aborted."""
-    with servers(model, shutdown_timeout=0.5) as server:
+    # A step of 50 ms: the stream takes at least 50 s, however fast the machine.
+    with servers(model, step_seconds=0.05, shutdown_timeout=0.5) as server:
         pids = server.pids()
         assert len(pids) == 4
         body = {"prompt": "x", "max_tokens": 1000, "stream": True}
