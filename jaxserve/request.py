@@ -27,7 +27,7 @@ class Request:
 
     __slots__ = (
         "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "block_ids", "cache_salt",
-        "detects_repetition", "eos_token_ids", "finish_reason", "first_scheduled_time", "grammar",
+        "data_rank", "detects_repetition", "eos_token_ids", "finish_reason", "first_scheduled_time", "grammar",
         "has_appended", "max_computed_tokens", "max_tokens",
         "needs_sync", "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
         "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority",
@@ -74,6 +74,8 @@ class Request:
         """Prompt positions whose log probabilities were sent (position 0 has none)."""
         self.order: tuple[int, float, int] = (0, 0.0, 0)
         """Set by the scheduler; of two requests the one with the smaller order goes first."""
+        self.data_rank: int = 0
+        """The data parallel rank that it runs on, set whenever it starts; it may change by preemption."""
         self.first_scheduled_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

@@ -38,6 +38,9 @@ class NewRequestData:
     ``token_ids`` are all tokens known to the host, prompt and output; ``num_prompt_tokens`` says where the
     output begins. ``block_ids`` holds one list per KV cache group. ``seed`` is always set: the user's or one
     drawn for it.
+
+    ``data_rank`` is the data parallel rank of its row until it leaves the batch; block ids, here and in later
+    steps, are blocks of that rank's cache.
     """
 
     request_id: str
@@ -50,6 +53,7 @@ class NewRequestData:
     bad_words_token_ids: list[list[int]]
     block_ids: list[list[int]]
     num_computed_tokens: int
+    data_rank: int = 0
 
 
 @dataclass(slots=True)
@@ -89,6 +93,10 @@ class SchedulerOutput:
     The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an
     earlier step sampled and the host has not read: the device has it.
 
+    With data parallelism one step holds the rows of all ranks: the decoding rows rank by rank,
+    ``num_decode_rows_by_rank`` of each (they add up to ``num_decode_rows``), then the rest rank by rank. The
+    limits of a step (rows, tokens) hold for each rank by itself.
+
     ``appended_token_ids``: of rows that are in the batch already, the tokens from ``num_computed_tokens`` on, where
     the scheduler appended some that were not sampled. The first was; the runner knows nothing of the others.
     ``token_masks``: of the rows that sample, those that a grammar constrains.
@@ -104,6 +112,8 @@ class SchedulerOutput:
     num_decode_rows: int = 0
     appended_token_ids: dict[str, list[int]] = field(default_factory=dict)
     token_masks: dict[str, TokenMask] = field(default_factory=dict)
+    num_decode_rows_by_rank: tuple[int, ...] = ()
+    """One number per rank; empty in a step without tokens."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -174,7 +184,7 @@ class RunnerInfo:
     """What the runner resolved while starting."""
 
     num_blocks: int
-    """Blocks in the pool, the dummy block 0 included."""
+    """Blocks in each rank's pool, the rank's dummy block 0 included."""
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -182,6 +192,8 @@ class RunnerInfo:
     kv_cache_bytes: int
     num_programs: int
     device: str
+    data_parallel_size: int = 1
+    """Ranks: each has its own rows, blocks and tokens of a step."""
 
 
 # --- server <-> engine core (msgpack) -----------------------------------------------------------------------

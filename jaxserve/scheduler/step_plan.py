@@ -86,6 +86,7 @@ class StepPlan:
             num_decode_rows=len(self.decode_rows),
             appended_token_ids=self.appended_token_ids,
             token_masks=token_masks,
+            num_decode_rows_by_rank=(len(self.decode_rows),),
         )
 
 
@@ -103,4 +104,5 @@ def new_request_data(request: Request, block_ids: list[list[int]]) -> NewRequest
         bad_words_token_ids=request.bad_words_token_ids,
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
+        data_rank=request.data_rank,
     )
