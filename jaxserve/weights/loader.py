@@ -70,9 +70,10 @@ def check_tensors(checkpoint: Checkpoint, weight_map: Sequence[WeightSource], fi
         if name is None:
             continue
         shape = checkpoint.shape(name)
-        if shape != source.shape and (source.shape, shape) != ((), (1,)):
+        expected = source.stored_shape(name)
+        if shape != expected and (expected, shape) != ((), (1,)):
             raise CheckpointError(
-                f"{files.path}: tensor {name} has shape {shape}; the config implies {source.shape}."
+                f"{files.path}: tensor {name} has shape {shape}; the config implies {expected}."
             )
     extra = sorted(available - {name for _, name in found})
     if extra:
@@ -108,7 +109,7 @@ def _assemble(spec: ParamSpec, sources: Sequence[WeightSource], checkpoint: Chec
     names = checkpoint.names()
     for source in sources:
         name = source.name_in(names)
-        source.place(value, np.asarray(source.default) if name is None else checkpoint.read(name))
+        source.place(value, np.asarray(source.default) if name is None else source.read(checkpoint, name))
     return value
 
 
