@@ -11,6 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.front import Front
 from jaxserve.engine.grammars import grammar_compiler
+from jaxserve.step import ModelRunner
 from jaxserve.tokenizer.interface import Tokenizer
 
 
@@ -38,5 +39,10 @@ def create_core(config: EngineConfig) -> EngineCore:
         return core.info.vocab_size
 
     grammars = grammar_compiler(tokenizer_and_ends, vocab_size)
-    core = EngineCore(config, model_runner.JaxModelRunner(config), grammars)
+    runner: ModelRunner = model_runner.JaxModelRunner(config)
+    try:
+        core = EngineCore(config, runner, grammars)
+    except BaseException:  # Ctrl-C while it compiles, too: the traceback keeps the runner
+        runner.close()
+        raise
     return core

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import signal
+import sys
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearch, next_logprobs, step_params
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import create_core
 from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
-from jaxserve.engine.input_processor import ProcessedRequest
+from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
 from jaxserve.engine.output_processor import OutputProcessor, ProcessedOutputs
 from jaxserve.engine.protocol import Prompt
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
+from jaxserve.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    JaxserveError,
+    OutOfMemoryError,
+    RequestFailedError,
+)
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.snapshot import Metric
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -43,14 +54,27 @@ class LLM:
     Raises:
         JaxserveError: what was asked for cannot be had.
 
-    Use it as a context manager, or call ``close``, to free the device's memory.
+    Its memory on the device is freed when nothing refers to it any more, as after ``del llm``; ``close``, or its use
+    as a context manager, frees it whoever still does.
     """
+
+    _alive: ClassVar[weakref.WeakKeyDictionary[LLM, str]] = weakref.WeakKeyDictionary()
+    """Those that hold memory, and their models: for the message of one that finds none."""
 
     def __init__(self, model: str = "", **kwargs: Any) -> None:
         self._config = EngineConfig.from_kwargs(model=model, **kwargs)
         self._front = Front.load(self._config.model_config)
-        self._core = create_core(self._config)
+        _drop_failed_calls()
+        try:
+            self._core = create_core(self._config)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{error}{_others_hint(sorted(LLM._alive.values()))}", param=error.param
+            ) from None
         self._inputs = self._front.input_processor(self._config, self._core.info, self._core.grammars)
+        self._release = weakref.finalize(self, _release, self._core, self._inputs)
+        self._release.atexit = False  # the process's end frees everything
+        LLM._alive[self] = self._config.model_config.model or "SmolLM2"
         info = self._core.info
         self._metrics = EngineMetrics(self._config.model_config.model or "SmolLM2", info.max_model_len)
         self._outputs = OutputProcessor(self._front.tokenizer, metrics=self._metrics)
@@ -309,10 +333,9 @@ class LLM:
     def close(self) -> None:
         """Free the device's memory; the LLM cannot be used afterwards. Callable twice."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._core.close()
-                self._inputs.close()
+            self._closed = True
+            LLM._alive.pop(self, None)
+            self._release()
 
     def __enter__(self) -> LLM:
         return self
@@ -368,6 +391,30 @@ class LLM:
         if processed.request_ids_to_abort:
             self._core.abort(processed.request_ids_to_abort)
         return processed
+
+
+def _release(core: EngineCore, inputs: InputProcessor) -> None:
+    core.close()
+    inputs.close()
+
+
+def _drop_failed_calls() -> None:
+    """Free LLMs that only a failed or interrupted call still holds.
+
+    An interactive Python keeps the last exception for its debugger, with the frames it passed; a notebook's user who
+    interrupts ``llm.generate`` and builds another LLM would have both in memory.
+    """
+    failure = getattr(sys, "last_value", None)
+    if isinstance(failure, BaseException):
+        for frame, _ in traceback.walk_tb(failure.__traceback__):
+            if str(frame.f_globals.get("__name__", "")).startswith("jaxserve."):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+    gc.collect()
+
+
+def _others_hint(models: Sequence[str]) -> str:
+    return f" This process also holds an LLM of {', '.join(models)}: close() it first." if models else ""
 
 
 @contextlib.contextmanager

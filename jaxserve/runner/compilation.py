@@ -94,10 +94,14 @@ def compile_all(
 
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
-        missing = [key for key, program in programs.items() if program is None]
-        futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in missing}
-        programs |= {key: future.result() for key, future in futures.items()}
+        try:
+            programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
+            missing = [key for key, program in programs.items() if program is None]
+            futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in missing}
+            programs |= {key: future.result() for key, future in futures.items()}
+        except BaseException:  # Ctrl-C waits for those that compile, not for all
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     logger.debug(
         "%d programs, %d of them stored, in %.1f s", total, total - len(missing), time.monotonic() - started
     )

@@ -505,11 +505,12 @@ class JaxModelRunner:
         return self.counter.count
 
     def close(self) -> None:
-        """Free device memory."""
-        for leaf in jax.tree.leaves((self.params, self.state)):
+        """Free device memory, also where ``initialize`` failed half-way."""
+        for leaf in jax.tree.leaves([getattr(self, name, None) for name in ("params", "state")]):
             if not leaf.is_deleted():
                 leaf.delete()
-        self.programs.compiled = {}
+        if hasattr(self, "programs"):
+            self.programs.compiled = {}
 
 
 def _prompt_tokens(request: NewRequestData, token_ids: np.ndarray) -> np.ndarray:
