@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.weights import mxfp4
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -53,15 +54,16 @@ class SafetensorsFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.entries = _read_header(path, self._map, size)
 
-    def read(self, name: str) -> np.ndarray:
-        """A read-only view of the tensor."""
+    def read(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = DTYPES) -> np.ndarray:
+        """A read-only view of the tensor, whose type must be one of ``dtypes``."""
         entry = self.entries[name]
-        dtype = DTYPES.get(entry.dtype)
+        dtype = dtypes.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} has type {entry.dtype}; readable are {', '.join(DTYPES)}."
+                f"{self.path}: tensor {name!r} has type {entry.dtype}; readable are {', '.join(dtypes)}."
             )
         expected = math.prod(entry.shape) * dtype.itemsize
         if entry.end - entry.begin != expected:
@@ -71,6 +73,19 @@ class SafetensorsFile:
             )
         flat = np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.begin)
         return flat.reshape(entry.shape)
+
+    def release(self, view: np.ndarray) -> bool:
+        """Whether ``view`` is of this file; then its pages no longer count as this process's memory.
+
+        They stay in the system's page cache for as long as there is room.
+        """
+        begin, end = (bound - self._address for bound in np.lib.array_utils.byte_bounds(view))
+        if not 0 <= begin <= end <= len(self._map):
+            return False
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            begin -= begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return True
 
 
 def _read_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorEntry]:
@@ -107,23 +122,48 @@ def _read_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorEntr
 
 
 class SafetensorsCheckpoint:
-    """All safetensors files of a folder, through ``model.safetensors.index.json`` where there is one."""
+    """All safetensors files of a folder, through ``model.safetensors.index.json`` where there is one.
+
+    An MXFP4 tensor, stored as ``NAME_blocks`` [E, N, G, 16] and ``NAME_scales`` [E, N, G], goes by ``NAME`` and has the
+    shape [E, 32 G, N], inputs first, that gpt-oss gives the unquantized tensor of this name.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, SafetensorsFile] = {}
-        for path in checkpoint_files(folder):
-            file = SafetensorsFile(path)
+        self._all = [SafetensorsFile(path) for path in checkpoint_files(folder)]
+        for file in self._all:
             self._files.update(dict.fromkeys(file.entries, file))
+        stems = (name.removesuffix("_blocks") for name in self._files if name.endswith("_blocks"))
+        self._packed = {stem for stem in stems if f"{stem}_scales" in self._files and stem not in self._files}
+        packed_files = {f"{stem}_{part}" for stem in self._packed for part in ("blocks", "scales")}
+        self._names = (self._files.keys() - packed_files) | self._packed
 
     def names(self) -> Collection[str]:
-        return self._files.keys()
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._files[name].entries[name].shape
+        if name not in self._packed:
+            return self._files[name].entries[name].shape
+        blocks, scales = (self._stored_shape(f"{name}_{part}") for part in ("blocks", "scales"))
+        if len(blocks) != 4 or blocks[3] != mxfp4.BLOCK_BYTES or blocks[:3] != scales:
+            raise CheckpointError(
+                f"{self.folder}: {name}_blocks of shape {blocks} and {name}_scales of shape {scales} are no MXFP4 "
+                "tensor."
+            )
+        return (blocks[0], blocks[2] * 2 * mxfp4.BLOCK_BYTES, blocks[1])
 
     def read(self, name: str) -> np.ndarray:
-        return self._files[name].read(name)
+        if name not in self._packed:
+            return self._files[name].read(name)
+        self.shape(name)  # checks it
+        return mxfp4.dequantize(self._bytes(f"{name}_blocks"), self._bytes(f"{name}_scales")).swapaxes(1, 2)
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        return self._files[name].entries[name].shape
+
+    def _bytes(self, name: str) -> np.ndarray:
+        return self._files[name].read(name, {"U8": np.dtype(np.uint8)})
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
