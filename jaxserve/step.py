@@ -235,7 +235,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
-    """State of the scheduler after a step; counters run from the start of the engine."""
+    """State of the scheduler after a step, over all data parallel ranks; counters run from the start of the
+    engine."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -274,9 +275,10 @@ class EngineInfo(msgspec.Struct):
     vocab_size: int
     block_size: int
     num_blocks: int
+    """Of all data parallel ranks, like ``kv_cache_tokens``."""
     kv_cache_tokens: int
     max_prompt_tokens: int
-    """Longest prompt that the cache and (without chunked prefill) a step's budget can hold."""
+    """Longest prompt that a rank's cache and (without chunked prefill) a step's budget can hold."""
     num_programs: int
     device: str
     startup_seconds: dict[str, float] = msgspec.field(default_factory=dict)

@@ -61,9 +61,10 @@ class EngineCore:
             info.block_size,
             info.max_model_len,
             self._mask_filler,
+            info.data_parallel_size,
         )
-        kv_cache_tokens = (info.num_blocks - 1) * info.block_size
-        longest = [info.max_model_len - 1, kv_cache_tokens]
+        rank_tokens = (info.num_blocks - 1) * info.block_size  # a request is on one rank
+        longest = [info.max_model_len - 1, rank_tokens]
         if not config.scheduler_config.enable_chunked_prefill:
             longest.append(config.scheduler_config.max_num_batched_tokens or 0)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
@@ -74,8 +75,8 @@ class EngineCore:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            kv_cache_tokens=kv_cache_tokens,
+            num_blocks=info.num_blocks * info.data_parallel_size,
+            kv_cache_tokens=rank_tokens * info.data_parallel_size,
             max_prompt_tokens=min(longest),
             num_programs=info.num_programs,
             device=info.device,

@@ -48,6 +48,7 @@ class KVCacheManager:
         block_size: tokens in a block.
         enable_prefix_caching: whether full blocks can be found by later requests.
         max_step_tokens: tokens that one step adds to a request at most.
+        name: what messages call it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool,
         max_step_tokens: int,
+        name: str = "the KV cache",
     ) -> None:
         if num_blocks <= len(groups):
             raise ConfigError(
@@ -65,6 +67,7 @@ class KVCacheManager:
                 "groups of layers. Give it more memory.",
                 param="kv_cache_memory_bytes",
             )
+        self.name = name
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -83,7 +86,7 @@ class KVCacheManager:
 
     def describe(self) -> str:
         """Its size, for messages."""
-        return f"the KV cache ({self.pool.num_blocks - 1} blocks of {self.block_size} tokens)"
+        return f"{self.name} ({self.pool.num_blocks - 1} blocks of {self.block_size} tokens)"
 
     # --- what fits ------------------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ state is named to the runner in the next step.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.kv_cache.manager import KVCacheManager, PrefixHit
+from jaxserve.kv_cache.manager import PrefixHit
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler.queues import make_queue
+from jaxserve.scheduler.ranks import Rank
 from jaxserve.step import EngineCoreOutput, FinishReason, TokenLogprobs
 
 
@@ -21,19 +23,17 @@ class Lifecycle:
     """All live requests.
 
     Args:
-        kv_cache: where running requests have their blocks.
+        ranks: where running requests are, and have their blocks.
         policy: ``fcfs`` or ``priority``.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, policy: str) -> None:
-        self.kv_cache = kv_cache
+    def __init__(self, ranks: Sequence[Rank], policy: str) -> None:
+        self.ranks = ranks
         self.by_priority = policy == "priority"
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(policy)
         self.pending: dict[str, Request] = {}
         """Requests whose grammars are being compiled, by id."""
-        self.running: list[Request] = []
-        """Sorted by ``Request.order``: the last one is the first to be preempted."""
         self.num_preemptions = 0
         self.num_constrained = 0
         """Live requests with a grammar."""
@@ -87,24 +87,26 @@ class Lifecycle:
             self.waiting.insert(request)
         return refused
 
-    def start(self, hit: PrefixHit | None, now: float) -> None:
-        """Move the first waiting request, which has its blocks, to ``running``; ``hit`` if it may read the
-        cache."""
+    def start(self, rank: Rank, hit: PrefixHit | None, now: float) -> None:
+        """Move the first waiting request, which has its blocks, to ``rank.running``; ``hit`` if it may read
+        the cache."""
         request = self.waiting.pop()
         request.status = RequestStatus.RUNNING
-        insort(self.running, request, key=_order)
+        request.data_rank = rank.index
+        insort(rank.running, request, key=_order)
         if request.first_scheduled_time is not None:
             return
         request.first_scheduled_time = now
         if hit is not None:
             request.num_cached_tokens = hit.num_tokens
-            self.kv_cache.prefix_cache_stats.queries += request.num_tokens
-            self.kv_cache.prefix_cache_stats.hits += hit.num_tokens
+            rank.kv_cache.prefix_cache_stats.queries += request.num_tokens
+            rank.kv_cache.prefix_cache_stats.hits += hit.num_tokens
 
-    def preempt_last(self) -> Request:
-        """Take the last running request's blocks; it starts again later. Its tokens in flight still count."""
-        request = self.running.pop()
-        self.kv_cache.free(request)
+    def preempt_last(self, rank: Rank) -> Request:
+        """Take the blocks of the rank's last running request; it starts again later, on any rank. Its tokens in
+        flight still count."""
+        request = rank.running.pop()
+        rank.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -122,7 +124,7 @@ class Lifecycle:
         del self.requests[request.request_id]
         self.num_constrained -= request.grammar is not None
         if was_running:
-            self.kv_cache.free(request)
+            self.ranks[request.data_rank].kv_cache.free(request)
             self._finished_ids.append(request.request_id)
             self._must_drop = True
         elif was_pending:
@@ -146,7 +148,8 @@ class Lifecycle:
     def drop_finished(self) -> None:
         """Take the finished requests out of ``running``, all at once."""
         if self._must_drop:
-            self.running[:] = [request for request in self.running if not request.finished]
+            for rank in self.ranks:
+                rank.running[:] = [request for request in rank.running if not request.finished]
             self._must_drop = False
 
     def take_departed(self) -> tuple[list[str], list[str]]:

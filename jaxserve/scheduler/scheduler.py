@@ -18,6 +18,7 @@ from jaxserve.kv_cache_spec import KVCacheGroup
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler.lifecycle import Lifecycle, make_output
 from jaxserve.scheduler.planner import StepPlanner
+from jaxserve.scheduler.ranks import Rank
 from jaxserve.scheduler.step_plan import StepPlan
 from jaxserve.scheduler.step_results import check_stop, new_prompt_logprobs
 from jaxserve.step import (
@@ -42,10 +43,11 @@ class Scheduler:
         config: resolved; ``max_num_seqs`` and ``max_num_batched_tokens`` are numbers.
         cache: whether prefixes are cached.
         kv_cache_groups: layers that share a block table.
-        num_blocks: blocks in the pool, the dummy included.
+        num_blocks: blocks in each rank's pool, its dummy included.
         block_size: tokens in a block.
         max_model_len: prompt and output tokens of a request at most.
         mask_filler: works out the token masks of requests with a grammar; None takes no such requests.
+        data_parallel_size: ranks; ``max_num_seqs`` and ``max_num_batched_tokens`` hold for each.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -60,22 +62,29 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         mask_filler: MaskFiller | None = None,
+        data_parallel_size: int = 1,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = _resolved_limits(config)
         self.config = config
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.kv_cache = KVCacheManager(
-            kv_cache_groups,
-            num_blocks,
-            block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            max_step_tokens=max_num_batched_tokens,
+        self.kv_caches = [
+            KVCacheManager(
+                kv_cache_groups,
+                num_blocks,
+                block_size,
+                enable_prefix_caching=cache.enable_prefix_caching,
+                max_step_tokens=max_num_batched_tokens,
+                name="the KV cache" if data_parallel_size == 1 else "the KV cache of one data parallel rank",
+            )
+            for _ in range(data_parallel_size)
+        ]
+        """One of each rank, all of one size."""
+        self._lifecycle = Lifecycle(
+            [Rank(index, kv_cache) for index, kv_cache in enumerate(self.kv_caches)], config.scheduling_policy
         )
-        self._lifecycle = Lifecycle(self.kv_cache, config.scheduling_policy)
         self._planner = StepPlanner(
             self._lifecycle,
-            self.kv_cache,
             max_num_seqs,
             max_num_batched_tokens,
             config.enable_chunked_prefill,
@@ -117,7 +126,7 @@ class Scheduler:
 
     def running_request_ids(self) -> list[str]:
         """Requests that hold blocks."""
-        return [request.request_id for request in self._lifecycle.running]
+        return [request.request_id for request in self.running]
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -129,8 +138,9 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """The requests that hold blocks and a row of the runner's batch; preemption takes the last first."""
-        return self._lifecycle.running
+        """The requests that hold blocks and a row of the runner's batch, rank by rank; preemption takes a rank's
+        last first."""
+        return [request for rank in self._lifecycle.ranks for request in rank.running]
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Outputs that arose while a step was scheduled: requests that turned out not to fit the cache alone.
@@ -149,24 +159,27 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests go on; what they have computed so far is not
         shared."""
-        self.kv_cache.reset_prefix_cache(self._lifecycle.running)
+        for rank in self._lifecycle.ranks:
+            rank.kv_cache.reset_prefix_cache(rank.running)
 
     def stats(self) -> SchedulerStats:
-        """The state now. ``step_tokens`` is of the last step scheduled; ``num_compilations`` is the
-        runner's."""
-        prefix_cache, pool = self.kv_cache.prefix_cache_stats, self.kv_cache.pool
-        return SchedulerStats(
-            num_running=len(self._lifecycle.running),
+        """The state now, of all ranks together. ``step_tokens`` is of the last step scheduled;
+        ``num_compilations`` is the runner's."""
+        stats = SchedulerStats(
             num_waiting=self._lifecycle.num_waiting,
-            kv_cache_usage=self.kv_cache.usage,
-            prefix_cache_queries=prefix_cache.queries,
-            prefix_cache_hits=prefix_cache.hits,
             num_preemptions=self._lifecycle.num_preemptions,
             step_tokens=self._step_tokens,
-            num_free_blocks=pool.num_free,
-            num_blocks=pool.num_blocks,
             num_deferred=len(self._lifecycle.pending),
         )
+        for rank in self._lifecycle.ranks:
+            pool, prefix_cache = rank.kv_cache.pool, rank.kv_cache.prefix_cache_stats
+            stats.num_running += len(rank.running)
+            stats.num_blocks += pool.num_blocks
+            stats.num_free_blocks += pool.num_free
+            stats.prefix_cache_queries += prefix_cache.queries
+            stats.prefix_cache_hits += prefix_cache.hits
+        stats.kv_cache_usage = 1.0 - stats.num_free_blocks / (stats.num_blocks - len(self.kv_caches))
+        return stats
 
     def _live(self, request_ids: Iterable[str]) -> list[Request]:
         requests = self._lifecycle.requests
@@ -187,9 +200,9 @@ class Scheduler:
                 "(max_num_batched_tokens) and chunked prefill is off. Shorten the prompt, raise "
                 "max_num_batched_tokens or enable chunked prefill."
             )
-        if not self.kv_cache.fits_alone(num_prompt):
+        if not self.kv_caches[0].fits_alone(num_prompt):
             raise _too_long(
-                f"The prompt has {num_prompt} tokens; {self.kv_cache.describe()} is too small for it. "
+                f"The prompt has {num_prompt} tokens; {self.kv_caches[0].describe()} is too small for it. "
                 "Shorten the prompt or give the cache more memory."
             )
 
@@ -208,10 +221,13 @@ class Scheduler:
         self._step_tokens = step.count_tokens()
         if self._step_tokens == 0:
             return SchedulerOutput(step.step_id)  # rows that end are named in the next step that is executed
-        for request, _, _ in step.other_rows:
-            self.kv_cache.cache_blocks(
-                request
-            )  # for later steps: this one may read them before they are written
+        for (
+            request,
+            _,
+            _,
+        ) in step.other_rows:  # for later steps: this one may read them before they are written
+            self.kv_caches[request.data_rank].cache_blocks(request)
+        step.order_rows(len(self.kv_caches))
         self._next_step_id += 1
         self._steps[step.step_id] = step
         return step.to_output(*self._lifecycle.take_departed(), self._token_masks(step))
@@ -254,7 +270,7 @@ class Scheduler:
             request.all_token_ids.append(token_id)
             num_known = len(request.all_token_ids)
             if num_known >= request.next_cache_at:
-                self.kv_cache.cache_blocks(request)
+                self.kv_caches[request.data_rank].cache_blocks(request)
             finish_reason = None
             if request.grammar is not None:
                 try:
@@ -340,12 +356,12 @@ class Scheduler:
 
     def _fail_rows(self, step: StepPlan, failed: dict[str, str]) -> list[EngineCoreOutput]:
         rows = [row for row in step.all_rows() if row.request_id in failed]
-        if any(row.status is not RequestStatus.RUNNING for row in rows):
-            self.reset_prefix_cache()  # their blocks are gone, but could still be found
+        if any(row.num_preemptions or row.status is not RequestStatus.RUNNING for row in rows):
+            self.reset_prefix_cache()  # their blocks are gone, perhaps, but could still be found
         return [self._fail(row, failed[row.request_id]) for row in rows if not row.finished]
 
     def _fail(self, request: Request, reason: str) -> EngineCoreOutput:
-        self.kv_cache.uncache_blocks(request)
+        self.kv_caches[request.data_rank].uncache_blocks(request)
         return self._lifecycle.fail(request, reason)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import attrgetter
+
 from jaxserve.request import Request
 from jaxserve.step import CachedRequestData, EngineCoreOutput, NewRequestData, SchedulerOutput, TokenMask
 from jaxserve.structured_output.request_grammar import RequestGrammar
+
+_data_rank = attrgetter("data_rank")
 
 
 class StepPlan:
@@ -12,14 +17,16 @@ class StepPlan:
     and its id be in use again."""
 
     __slots__ = (
-        "appended_token_ids", "cached_requests", "decode_rows", "failed", "new_requests", "other_rows",
-        "scoring_rows", "step_id",
+        "appended_token_ids", "cached_requests", "decode_rows", "failed", "new_requests",
+        "num_decode_rows_by_rank", "other_rows", "scoring_rows", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.decode_rows: list[Request] = []
         """Rows of one token that sample."""
+        self.num_decode_rows_by_rank: tuple[int, ...] = ()
+        """Set by ``order_rows``."""
         self.other_rows: list[tuple[Request, int, bool]] = []
         """Request, its tokens in this step, whether it samples."""
         self.scoring_rows: list[tuple[Request, int]] = []
@@ -50,6 +57,16 @@ class StepPlan:
         """Tokens of the rows added so far."""
         return len(self.decode_rows) + sum(row[1] for row in self.other_rows)
 
+    def order_rows(self, num_ranks: int) -> None:
+        """Put the rows in their final order, once all are added: rank by rank."""
+        if num_ranks == 1:
+            self.num_decode_rows_by_rank = (len(self.decode_rows),)
+            return
+        self.decode_rows.sort(key=_data_rank)
+        self.other_rows.sort(key=lambda row: row[0].data_rank)
+        ends = [bisect_right(self.decode_rows, rank, key=_data_rank) for rank in range(num_ranks)]
+        self.num_decode_rows_by_rank = tuple(end - start for start, end in zip([0, *ends], ends))
+
     def sampling_rows(self) -> list[Request]:
         """The requests that get a token from this step."""
         if not self.other_rows:
@@ -68,7 +85,7 @@ class StepPlan:
     def to_output(
         self, finished_ids: list[str], preempted_ids: list[str], token_masks: dict[str, TokenMask]
     ) -> SchedulerOutput:
-        """The message for the runner."""
+        """The message for the runner, after ``order_rows``."""
         num_scheduled = dict.fromkeys([request.request_id for request in self.decode_rows], 1)
         samples = set(num_scheduled)
         for request, num_tokens, row_samples in self.other_rows:
@@ -86,7 +103,7 @@ class StepPlan:
             num_decode_rows=len(self.decode_rows),
             appended_token_ids=self.appended_token_ids,
             token_masks=token_masks,
-            num_decode_rows_by_rank=(len(self.decode_rows),),
+            num_decode_rows_by_rank=self.num_decode_rows_by_rank,
         )
 
 

@@ -84,7 +84,7 @@ def test_spoilt_steps_are_refused(spoil: Callable[[SchedulerOutput], object]) ->
 def test_another_sequence_in_the_cache_is_noticed() -> None:
     harness, step = harness_before_a_step()
     block = harness.runner.rows["a"].block_tables[0][0]
-    harness.runner.cache[block][2] = (0, 12345)
+    harness.runner.caches[0][block][2] = (0, 12345)
     with pytest.raises(AssertionError, match="a: another sequence at position 2"):
         harness.runner.execute(step)
 

@@ -132,9 +132,9 @@ def test_in_flight_tokens_are_cached_only_when_they_are_read() -> None:
     harness.schedule()
     harness.schedule()
     harness.schedule()  # block 0 is computed, but its last token is not read
-    assert len(harness.scheduler.kv_cache.pool.cached_blocks()) == 0
+    assert len(harness.scheduler.kv_caches[0].pool.cached_blocks()) == 0
     harness.read()
-    assert len(harness.scheduler.kv_cache.pool.cached_blocks()) == 1
+    assert len(harness.scheduler.kv_caches[0].pool.cached_blocks()) == 1
     harness.run()
 
 

@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
+        data_parallel_size=st.sampled_from([1, 2, 4]),
     )
     def start(
         self,
@@ -61,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         caching: bool,
         policy: str,
+        data_parallel_size: int,
     ) -> None:
         self.harness = Harness(
             num_blocks=num_blocks * len(GROUPS[groups]),
@@ -72,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
+            data_parallel_size=data_parallel_size,
         )
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
@@ -155,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_device(self) -> None:
         self.failed |= self.harness.lose_device()
         assert not self.harness.scheduler.running
-        assert len(self.harness.scheduler.kv_cache.pool.cached_blocks()) == 0
+        assert not any(kv.pool.cached_blocks() for kv in self.harness.scheduler.kv_caches)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -183,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request_id not in self.failed:
                 assert result.error is not None
                 assert "too small" in result.error
-                assert not harness.scheduler.kv_cache.fits_alone(request.num_tokens)
+                assert not harness.scheduler.kv_caches[0].fits_alone(request.num_tokens)
         else:
             harness.check_result(request_id)
             self._check_prompt_logprobs(request_id)

@@ -283,7 +283,7 @@ def test_a_waiting_request_that_cannot_start_fails(monkeypatch: pytest.MonkeyPat
     harness = Harness(num_blocks=4)
     harness.add("a", [1] * 16, max_tokens=1)
     harness.run()
-    monkeypatch.setattr(harness.scheduler.kv_cache, "fits_alone", lambda _: True)
+    monkeypatch.setattr(harness.scheduler.kv_caches[0], "fits_alone", lambda _: True)
     harness.add("b", [1] * 17)
     harness.add("c", [3] * 5)
     harness.run()

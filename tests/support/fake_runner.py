@@ -63,6 +63,7 @@ class FakeRow:
     needs_sync: bool
     block_tables: list[list[int]]
     num_computed_tokens: int
+    data_rank: int
     num_unread_tokens: int = 0
     failed: bool = False
     mask: np.ndarray | None = None
@@ -81,6 +82,7 @@ class FakeRow:
             needs_sync=any(len(form) > 1 for form in new.bad_words_token_ids),
             block_tables=[list(table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
+            data_rank=new.data_rank,
         )
         for token_id in new.token_ids:
             row.append(token_id)
@@ -131,12 +133,13 @@ class FakeRunner:
     """See the module. Every refused step raises AssertionError.
 
     Args:
-        num_blocks, block_size, groups, max_model_len: as the scheduler got them.
+        num_blocks, block_size, groups, max_model_len: as the scheduler got them; blocks of each rank.
         vocab_size: tokens are in [0, vocab_size).
-        max_num_seqs, max_num_batched_tokens: limits of a step, checked if given.
+        max_num_seqs, max_num_batched_tokens: limits of each rank, checked if given.
         sampler: next token of a row; the default hashes the sequence.
         step_seconds: a step's results are ready so long after it was dispatched.
         check: simulate and check the cache; off for measuring the host.
+        data_parallel_size: ranks; each has its own cache.
     """
 
     def __init__(
@@ -151,15 +154,17 @@ class FakeRunner:
         sampler: Callable[[FakeRow, int], int] = default_sampler,
         step_seconds: float = 0.0,
         check: bool = True,
+        data_parallel_size: int = 1,
     ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.groups = groups or [full_attention_group()]
         self.max_model_len = max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.sampler, self.step_seconds, self.check = sampler, step_seconds, check
+        self.data_parallel_size = data_parallel_size
         self.rows: dict[str, FakeRow] = {}
-        self.cache: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
-        """Per slot: (group, fingerprint)."""
+        self.caches = self._empty_caches()
+        """Of each rank, per block and slot: (group, fingerprint)."""
         self.unread: list[FakePendingStep] = []
         self.failures: dict[str, str] = {}
         """Request id to reason: its part of the next step with it fails, and leaves rubbish in its slots."""
@@ -168,6 +173,10 @@ class FakeRunner:
         """Until the next step, which may still name rows that were lost."""
         self.closed = False
 
+    def _empty_caches(self) -> list[list[list[tuple[int, int] | None]]]:
+        ranks, blocks = range(self.data_parallel_size), range(self.num_blocks)
+        return [[[None] * self.block_size for _ in blocks] for _ in ranks]
+
     def initialize(self) -> RunnerInfo:
         return RunnerInfo(
             num_blocks=self.num_blocks,
@@ -175,16 +184,18 @@ class FakeRunner:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             kv_cache_groups=self.groups,
-            kv_cache_bytes=self.num_blocks
+            kv_cache_bytes=self.data_parallel_size
+            * self.num_blocks
             * sum(group.spec.bytes_per_block(self.block_size) for group in self.groups),
             num_programs=0,
             device="fake",
+            data_parallel_size=self.data_parallel_size,
         )
 
     def recover(self) -> None:
         self.rows.clear()
         self.unread.clear()
-        self.cache = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.caches = self._empty_caches()
         self.has_recovered = True
 
     def num_compilations(self) -> int:
@@ -217,6 +228,7 @@ class FakeRunner:
             assert new.request_id in step.num_scheduled_tokens, f"{new.request_id} is new, but gets no tokens"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert new.num_computed_tokens < len(new.token_ids), "the last token must be computed"
+            assert 0 <= new.data_rank < self.data_parallel_size, f"{new.request_id}: no such rank"
             self.rows[new.request_id] = FakeRow.from_new(new)
         new_ids = {new.request_id for new in step.new_requests}
         for cached in step.cached_requests:
@@ -239,10 +251,18 @@ class FakeRunner:
 
     def _check_rows(self, step: SchedulerOutput) -> None:
         scheduled = step.num_scheduled_tokens
-        if self.max_num_batched_tokens is not None:
-            assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens, "over the token budget"
-        if self.max_num_seqs is not None:
-            assert len(self.rows) <= self.max_num_seqs, "too many rows"
+        for rank in range(self.data_parallel_size):
+            if self.max_num_batched_tokens is not None:
+                num_tokens = sum(num for id_, num in scheduled.items() if self.rows[id_].data_rank == rank)
+                assert num_tokens <= self.max_num_batched_tokens, f"rank {rank}: over the token budget"
+            if self.max_num_seqs is not None:
+                num_rows = sum(row.data_rank == rank for row in self.rows.values())
+                assert num_rows <= self.max_num_seqs, f"rank {rank}: too many rows"
+        ranks = [self.rows[request_id].data_rank for request_id in scheduled]
+        decode, others = ranks[: step.num_decode_rows], ranks[step.num_decode_rows :]
+        assert (decode, others) == (sorted(decode), sorted(others)), "rows are not in the order of ranks"
+        by_rank = tuple(map(decode.count, range(self.data_parallel_size)))
+        assert step.num_decode_rows_by_rank == by_rank, "num_decode_rows_by_rank is wrong"
         assert step.samples <= scheduled.keys()
         for index, (request_id, num_tokens) in enumerate(scheduled.items()):
             row = self.rows[request_id]
@@ -260,7 +280,7 @@ class FakeRunner:
     def _check_blocks(self, step: SchedulerOutput) -> None:
         """Ids in range; blocks in the visible part of every table; a block that is written to is nobody
         else's."""
-        seen_by: dict[int, list[str]] = {}
+        seen_by: dict[tuple[int, int], list[str]] = {}
         for row in self.rows.values():
             assert len({len(table) for table in row.block_tables}) == 1, "tables differ in length"
             num_tokens = step.num_scheduled_tokens.get(row.request_id, 0)
@@ -271,12 +291,12 @@ class FakeRunner:
                 assert all(0 < block < self.num_blocks for block in visible), f"{row.request_id}: {table}"
                 assert all(0 <= block < self.num_blocks for block in table)
                 for block in visible:
-                    seen_by.setdefault(block, []).append(row.request_id)
+                    seen_by.setdefault((row.data_rank, block), []).append(row.request_id)
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             row = self.rows[request_id]
             for table in row.block_tables:
                 for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
-                    owners = seen_by[table[position // self.block_size]]
+                    owners = seen_by[row.data_rank, table[position // self.block_size]]
                     assert owners == [request_id], f"block {table[position // self.block_size]}: {owners}"
 
     def _first_visible(self, group: KVCacheGroup, position: int) -> int:
@@ -294,8 +314,9 @@ class FakeRunner:
                 continue  # the scheduler has not read it yet
             for index, (group, table) in enumerate(zip(self.groups, row.block_tables, strict=True)):
                 start = self._first_visible(group, row.num_computed_tokens)
+                cache = self.caches[row.data_rank]
                 for position in range(start, row.num_computed_tokens):
-                    found = self.cache[table[position // self.block_size]][position % self.block_size]
+                    found = cache[table[position // self.block_size]][position % self.block_size]
                     expected = (index, row.fingerprints[position])
                     assert found == expected, f"{request_id}: another sequence at position {position}"
 
@@ -303,7 +324,8 @@ class FakeRunner:
         for index, table in enumerate(row.block_tables):
             for position in range(row.num_computed_tokens, row.num_computed_tokens + num_tokens):
                 value = POISON if failed else row.fingerprints[position]
-                self.cache[table[position // self.block_size]][position % self.block_size] = (index, value)
+                block = self.caches[row.data_rank][table[position // self.block_size]]
+                block[position % self.block_size] = (index, value)
 
     def _compute(self, step: SchedulerOutput) -> FakePendingStep:
         output = ModelRunnerOutput(step.step_id)

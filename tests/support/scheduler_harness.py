@@ -106,9 +106,10 @@ class Harness:
     """A scheduler and a fake runner.
 
     Args:
-        num_blocks: blocks beside the dummy.
+        num_blocks: blocks of each rank beside its dummy.
         depth: steps that may be in flight while the next one is scheduled (0 is synchronous).
         compiler: of the grammars that requests bring.
+        data_parallel_size: ranks.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Harness:
         max_model_len: int = 1024,
         enable_prefix_caching: bool = True,
         compiler: GrammarCompiler | None = None,
+        data_parallel_size: int = 1,
         **config: object,
     ) -> None:
         groups = groups or [full_attention_group()]
@@ -136,6 +138,7 @@ class Harness:
             block_size,
             max_model_len,
             None if compiler is None else MaskFiller(compiler),
+            data_parallel_size,
         )
         self.runner = FakeRunner(
             num_blocks + 1,
@@ -145,6 +148,7 @@ class Harness:
             VOCAB_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            data_parallel_size=data_parallel_size,
         )
         self.in_flight: deque[tuple[SchedulerOutput, FakePendingStep]] = deque()
         self.requests: dict[str, Request] = {}
@@ -228,18 +232,21 @@ class Harness:
     # --- checks ---------------------------------------------------------------------------------------------
 
     def check_pool(self) -> None:
-        """Every block is free or referenced as often as tables hold it, and is found by what it holds."""
-        pool = self.scheduler.kv_cache.pool
-        held: Counter[int] = Counter()
-        for request in self.requests.values():
-            for table in request.block_ids:
-                held.update(block for block in table if block)
-        assert pool.ref_counts == [held[block] for block in range(pool.num_blocks)]
-        free = pool.free_list()
-        assert len(free) == pool.num_free
-        assert sorted([*free, *held]) == list(range(1, pool.num_blocks))
-        cached = pool.cached_blocks()
-        assert len(set(cached.values())) == len(cached)
+        """On each rank every block is free or referenced as often as tables hold it, and is found by what it
+        holds."""
+        for rank, kv_cache in enumerate(self.scheduler.kv_caches):
+            pool = kv_cache.pool
+            held: Counter[int] = Counter()
+            for request in self.requests.values():
+                if request.data_rank == rank:
+                    for table in request.block_ids:
+                        held.update(block for block in table if block)
+            assert pool.ref_counts == [held[block] for block in range(pool.num_blocks)]
+            free = pool.free_list()
+            assert len(free) == pool.num_free
+            assert sorted([*free, *held]) == list(range(1, pool.num_blocks))
+            cached = pool.cached_blocks()
+            assert len(set(cached.values())) == len(cached)
 
     def check_idle(self) -> None:
         """No request, no block in use."""
@@ -247,7 +254,7 @@ class Harness:
         assert not self.scheduler.has_work()
         stats = self.scheduler.stats()
         assert stats.num_running == stats.num_waiting == 0
-        assert stats.num_free_blocks == stats.num_blocks - 1
+        assert stats.num_free_blocks == stats.num_blocks - len(self.scheduler.kv_caches)
         assert stats.kv_cache_usage == 0.0
         self.check_pool()
 
