@@ -57,16 +57,16 @@ class StepPlanner:
         if lifecycle.pending:
             step.failed += lifecycle.admit_compiled()
         hold, jumps = self._hold_and_jumps() if lifecycle.num_constrained else (False, None)
-        vacancies: list[Vacancy] = []
+        entries: list[tuple[Rank, int]] = []
         for rank in self.ranks:
             num_preemptions, num_before = lifecycle.num_preemptions, step.count_tokens()
             self._add_running(rank, step, hold, jumps[rank.index] if jumps else 0)
             if lifecycle.num_preemptions == num_preemptions:
-                num_tokens = step.count_tokens() - num_before
-                vacancies.append(Vacancy(rank, num_tokens, self.max_num_batched_tokens - num_tokens))
+                entries.append((rank, step.count_tokens() - num_before))
         lifecycle.drop_finished()
         if lifecycle.waiting:
-            self._add_waiting(step, now, vacancies)
+            budget = self.max_num_batched_tokens
+            self._add_waiting(step, now, [Vacancy(rank, num, budget - num) for rank, num in entries])
 
     def _add_running(self, rank: Rank, step: StepPlan, hold: bool, jump: int) -> None:
         running, decode_rows = rank.running, step.decode_rows

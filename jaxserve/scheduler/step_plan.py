@@ -55,7 +55,8 @@ class StepPlan:
 
     def count_tokens(self) -> int:
         """Tokens of the rows added so far."""
-        return len(self.decode_rows) + sum(row[1] for row in self.other_rows)
+        num_others = sum(row[1] for row in self.other_rows) if self.other_rows else 0
+        return len(self.decode_rows) + num_others
 
     def order_rows(self, num_ranks: int) -> None:
         """Put the rows in their final order, once all are added: rank by rank."""
