@@ -1,0 +1,176 @@
+"""Mixture of experts: a router, experts as two grouped products over sorted tokens, and experts that see every token.
+
+No token is dropped: there is room for all of them going to one expert. Padding tokens go to none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.expert_parallel import experts_here, local_experts, over_data
+from jaxserve.layers.linear import contract, linear
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.params import LayerContext
+from jaxserve.layers.router import Router, RouterConfig
+from pallas_kernels.grouped_matmul.dispatch import grouped_matmul
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss' activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most ``limit``, up within it."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One layer's experts.
+
+    Args:
+        router: how tokens find them.
+        ffn_size: F of one expert.
+        shared_ffn_size: F of the expert that sees every token; None: there is none.
+        shared_gate: a sigmoid of the token scales that one's output.
+        bias: experts' products have biases.
+        clamped: the activation, where it is not silu(gate) * up.
+    """
+
+    router: RouterConfig
+    ffn_size: int
+    shared_ffn_size: int | None = None
+    shared_gate: bool = False
+    bias: bool = False
+    clamped: ClampedSwiGLU | None = None
+
+    def ffn_shards(self, context: LayerContext) -> int:
+        """Parts that each expert is split into."""
+        return 1 if context.expert_parallel else context.tensor_parallel_size
+
+
+class Experts(nnx.Module):
+    """Weights [E, 2, F, M] (gate, up) and [E, M, F]."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig, context: LayerContext) -> None:
+        experts, ffn, shards = config.router.num_experts, config.ffn_size, config.ffn_shards(context)
+        if ffn % shards:
+            raise ConfigError(
+                f"tensor_parallel_size {shards} does not divide the experts' feed-forward size {ffn}.",
+                param="tensor_parallel_size",
+            )
+        experts_here(experts, context)  # refuses sizes that do not fit
+        self.gate_up = context.param((experts, 2, ffn, hidden_size), ("expert", None, "expert_ffn", "embed"))
+        self.down = context.param((experts, hidden_size, ffn), ("expert", "embed", "expert_ffn"))
+        gate_up_bias = context.param((experts, 2, ffn), ("expert", None, "expert_ffn"), scale=0.0)
+        down_bias = context.param((experts, hidden_size), ("expert", "embed"), scale=0.0)
+        self.gate_up_bias = gate_up_bias if config.bias else None
+        self.down_bias = down_bias if config.bias else None
+        self.config = config
+        self.context = context
+
+    def __call__(self, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+        """What this device's experts (or parts of experts) add to each token.
+
+        Args:
+            x: [T, M].
+            weights: float32 [T, k].
+            experts: int32 [T, k] numbers among this device's experts; out of range: none of them.
+
+        Returns:
+            [T, M] in x's type; summed over the devices that share the experts it is the result.
+        """
+        num_tokens, top_k = experts.shape
+        num_experts = self.gate_up[...].shape[0]
+        here = (experts >= 0) & (experts < num_experts)
+        flat = jnp.where(here, experts, num_experts).reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = count_tokens(flat, num_experts)
+        rows = self._run(x[order // top_k], jnp.minimum(flat[order], num_experts - 1), sizes)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
+        # Gathered and added in the order of the choices, not scattered: equal tokens get equal sums in any batch.
+        chosen = rows[place].reshape(num_tokens, top_k, -1).astype(jnp.float32)
+        return jnp.sum(chosen * jnp.where(here, weights, 0.0)[:, :, None], axis=1).astype(x.dtype)
+
+    def _run(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
+        """[N, M] sorted rows, of ``experts`` [N], through theirs. Rows of none give anything finite."""
+        weight = self.gate_up[...]
+        gate_up = grouped_matmul(x, weight.reshape(weight.shape[0], -1, x.shape[1]), sizes)
+        halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
+        if self.gate_up_bias is not None:
+            halves = halves + self.gate_up_bias[experts]
+        gate, up = halves[:, 0], halves[:, 1]
+        down = grouped_matmul(self._activate(gate, up).astype(x.dtype), self.down[...], sizes)
+        if self.down_bias is None:
+            return down
+        # The parts of a split expert are added up, and its bias is to be added once.
+        first = self.config.ffn_shards(self.context) == 1 or self.context.shard_index() == 0
+        return down + jnp.where(first, self.down_bias[experts], 0)
+
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        clamped = self.config.clamped
+        if clamped is None:
+            return jax.nn.silu(gate) * up
+        gate = jnp.minimum(gate, clamped.limit)
+        up = jnp.clip(up, -clamped.limit, clamped.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)
+
+
+def count_tokens(experts: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [E]: how often each expert is named; other numbers are nobody."""
+    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+
+class MoE(nnx.Module):
+    """A layer's feed-forward of experts."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig, context: LayerContext) -> None:
+        self.router = Router(hidden_size, config.router, context)
+        self.experts = Experts(hidden_size, config, context)
+        shared = config.shared_ffn_size
+        self.shared = None if shared is None else GatedMLP(hidden_size, shared, context)
+        shared_gate = context.param((1, hidden_size), (None, "embed"))
+        self.shared_gate = shared_gate if config.shared_gate else None
+        self.config = config
+        self.context = context
+
+    def __call__(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Route and run.
+
+        Args:
+            x: [T, M].
+            live: bool [T]; the others are padding, whose output is finite.
+
+        Returns:
+            ([T, M], or this device's tokens of it where tokens are shared; int32 [E] tokens that each expert got of
+            this data-parallel rank).
+        """
+        weights, experts = self.router(x)
+        num_experts = self.config.router.num_experts
+        experts = jnp.where(live[:, None], experts, num_experts)
+        load = count_tokens(experts, num_experts)
+        if self.context.expert_parallel:
+            out = over_data(self._run_local, x, weights, experts, self.config.router.top_k, self.context)
+        else:
+            out = self.experts(x, weights, experts)
+        if self.shared is not None:
+            out = out + self._run_shared(x)
+        return self.context.reduce_tokens(out), load
+
+    def _run_local(self, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+        """``Experts`` with the numbers that experts have in the whole model."""
+        return self.experts(x, weights, local_experts(experts, self.config.router.num_experts, self.context))
+
+    def _run_shared(self, x: jax.Array) -> jax.Array:
+        """[T, M]: this device's part of the expert that sees every token."""
+        assert self.shared is not None
+        weight_first = self.context.weight_first
+        out = linear(self.shared.activated(x), self.shared.down[...], weight_first=weight_first)
+        if self.shared_gate is None:
+            return out
+        gate = jax.nn.sigmoid(contract(x, self.shared_gate[...], weight_first=weight_first))
+        return (out.astype(jnp.float32) * gate).astype(x.dtype)
