@@ -12,7 +12,7 @@ from jaxserve.errors import CheckpointError
 
 
 class Checkpoint(Protocol):
-    """Tensors by Hugging Face name. Reading maps the file: only the pages of one tensor are touched."""
+    """Tensors by Hugging Face name. Most are views of the mapped file: the pages that are touched cost memory."""
 
     def names(self) -> Collection[str]: ...
 
@@ -26,6 +26,14 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: a type that cannot be read, or data that ends early.
         """
+        ...
+
+    def read_bytes(self, name: str) -> int:
+        """Bytes of the array that ``read`` makes; 0 for a view of the file."""
+        ...
+
+    def release(self, view: np.ndarray) -> None:
+        """Let go of the memory behind a view of the file. It stays readable, from the file again."""
         ...
 
 

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.weights.mapped_pages import release_pages
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF value type to struct format."""
@@ -96,6 +97,10 @@ class GGUFFile:
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.begin)
         rows = raw.reshape(*tensor.shape[:-1], -1)
         return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+
+    def release(self, view: np.ndarray) -> None:
+        """Let go of the pages behind a view."""
+        release_pages(self._map, view)
 
     def _parse(self) -> None:
         if self._map[:4] != b"GGUF":
@@ -215,6 +220,18 @@ class GGUFCheckpoint:
         if match is None or self._architecture != "llama":
             return tensor
         return undo_rope_permutation(tensor, self._num_heads[match[1]])
+
+    def read_bytes(self, name: str) -> int:
+        gguf_name = self._gguf_names[name]
+        kind = self._file.tensors[gguf_name].type
+        elements = math.prod(self.shape(name))
+        if kind not in PLAIN_TYPES:
+            return elements * 4
+        copied = PERMUTED.fullmatch(gguf_name) is not None and self._architecture == "llama"
+        return elements * PLAIN_TYPES[kind].itemsize if copied else 0
+
+    def release(self, view: np.ndarray) -> None:
+        self._file.release(view)
 
 
 def hf_name(gguf_name: str) -> str:

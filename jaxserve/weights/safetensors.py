@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights import mxfp4
+from jaxserve.weights.mapped_pages import release_pages
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -54,7 +55,6 @@ class SafetensorsFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.entries = _read_header(path, self._map, size)
 
     def read(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = DTYPES) -> np.ndarray:
@@ -75,17 +75,8 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def release(self, view: np.ndarray) -> bool:
-        """Whether ``view`` is of this file; then its pages no longer count as this process's memory.
-
-        They stay in the system's page cache for as long as there is room.
-        """
-        begin, end = (bound - self._address for bound in np.lib.array_utils.byte_bounds(view))
-        if not 0 <= begin <= end <= len(self._map):
-            return False
-        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-            begin -= begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-        return True
+        """Let go of the pages behind ``view``; whether it is of this file."""
+        return release_pages(self._map, view)
 
 
 def _read_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorEntry]:
@@ -158,6 +149,12 @@ class SafetensorsCheckpoint:
             return self._files[name].read(name)
         self.shape(name)  # checks it
         return mxfp4.dequantize(self._bytes(f"{name}_blocks"), self._bytes(f"{name}_scales")).swapaxes(1, 2)
+
+    def read_bytes(self, name: str) -> int:
+        return 2 * math.prod(self.shape(name)) if name in self._packed else 0
+
+    def release(self, view: np.ndarray) -> None:
+        any(file.release(view) for file in self._all)
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].entries[name].shape

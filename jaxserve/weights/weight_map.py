@@ -1,9 +1,14 @@
-"""WeightSource: one checkpoint tensor and its place in a parameter. A list of them is all a loader needs."""
+"""WeightSource: one checkpoint tensor and its place in a parameter. A list of them is all a loader needs.
+
+A loader fills one shard of a parameter at a time: ``pieces`` says which parts of the tensor go there, so nothing else
+of it has to be read.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -12,6 +17,24 @@ import numpy as np
 from jaxserve.weights.checkpoint import Checkpoint
 
 Index = tuple[int | slice | EllipsisType, ...]
+Range = tuple[int, int]
+"""Begin and end, as in a slice."""
+Box = tuple[Range, ...]
+"""A range a dimension: a shard of a parameter."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``shard[into].reshape(view)[index] = source.arranged(tensor)[part]``: views, since dimensions are only split."""
+
+    into: tuple[slice, ...]
+    view: tuple[int, ...]
+    index: tuple[int | slice, ...]
+    part: tuple[slice, ...]
+
+    def target(self, shard: np.ndarray) -> np.ndarray:
+        """The part of ``shard`` that the piece fills, as a view of it."""
+        return shard[self.into].reshape(self.view)[(*self.index, ...)]  # with the dots a view, even of one element
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,128 @@ class WeightSource:
         tensor = checkpoint.read(name)
         return tensor[self.within.index] if self.within is not None and name == self.within.name else tensor
 
-    def place(self, target: np.ndarray, tensor: np.ndarray) -> None:
-        """Write ``tensor`` into ``target``, which is contiguous and has the parameter's shape and dtype."""
-        split = tensor if self.split is None else tensor.reshape(self.split)
-        target.reshape(self.view)[self.index] = split if self.axes is None else split.transpose(self.axes)
+    def arranged(self, tensor: np.ndarray) -> np.ndarray:
+        """The tensor with its dimensions split and in the order of ``view``: a view of it."""
+        split = tensor.reshape(self.shape if self.split is None else self.split)
+        return split if self.axes is None else split.transpose(self.axes)
+
+    def pieces(self, shape: tuple[int, ...], shard: Box) -> Iterator[Piece]:
+        """What of this tensor lies in one shard of its parameter.
+
+        Args:
+            shape: the parameter's.
+            shard: the part of it that is wanted.
+
+        Raises:
+            ValueError: ``view`` does not split the parameter's dimensions one by one.
+        """
+        wanted = self._index_ranges()
+        cuts = [
+            list(_cut(factors, *bounds))
+            for factors, bounds in zip(_factors(self.view, shape), shard, strict=True)
+        ]
+        for boxes in itertools.product(*cuts):
+            box = [bounds for ranges, _ in boxes for bounds in ranges]
+            both = [(max(a, c), min(b, d)) for (a, b), ((c, d), _) in zip(box, wanted, strict=True)]
+            if any(begin >= end for begin, end in both):
+                continue
+            kept = [not is_int for _, is_int in wanted]
+            inside = [slice(b - low, e - low) for (b, e), (low, _) in zip(both, box, strict=True)]
+            within = [slice(b - c, e - c) for (b, e), ((c, _), _) in zip(both, wanted, strict=True)]
+            yield Piece(
+                into=tuple(
+                    slice(start - low, stop - low)
+                    for (_, (start, stop)), (low, _) in zip(boxes, shard, strict=True)
+                ),
+                view=tuple(end - begin for begin, end in box),
+                index=tuple(s if keep else s.start for s, keep in zip(inside, kept, strict=True)),
+                part=self._part([s for s, keep in zip(within, kept, strict=True) if keep]),
+            )
+
+    def tensor_of(self, parameter: np.ndarray) -> np.ndarray:
+        """The tensor out of the whole parameter that holds it: the way back."""
+        held = parameter.reshape(self.view)[self.index]
+        sizes = self._arranged_shape()
+        held = held.reshape((1,) * (len(sizes) - held.ndim) + held.shape)
+        once = (0,) * (held.ndim - len(sizes)) + tuple(slice(0, size) for size in sizes)
+        held = held[once]
+        if self.axes is not None:
+            held = held.transpose(np.argsort(self.axes))
+        return held.reshape(self.shape)
+
+    def _arranged_shape(self) -> tuple[int, ...]:
+        split = self.shape if self.split is None else self.split
+        return split if self.axes is None else tuple(split[axis] for axis in self.axes)
+
+    def _index_ranges(self) -> list[tuple[Range, bool]]:
+        """``index`` as a range of each dimension of the view, and whether it was a number."""
+        full = list(self.index)
+        if Ellipsis in full:
+            at = full.index(Ellipsis)
+            full[at : at + 1] = [slice(None)] * (len(self.view) - len(full) + 1)
+        full += [slice(None)] * (len(self.view) - len(full))
+        ranges: list[tuple[Range, bool]] = []
+        for entry, size in zip(full, self.view, strict=True):
+            if isinstance(entry, slice):
+                begin, end, step = entry.indices(size)
+                if step != 1:
+                    raise ValueError(f"{self.name}: index {self.index} has a step")
+                ranges.append(((begin, end), False))
+            else:
+                assert isinstance(entry, int)
+                number = range(size)[entry]
+                ranges.append(((number, number + 1), True))
+        return ranges
+
+    def _part(self, within: list[slice]) -> tuple[slice, ...]:
+        """Slices of the arranged tensor's dimensions, broadcast like numpy does: aligned right, 1 fits all."""
+        sizes = self._arranged_shape()
+        within = [slice(0, 1)] * (len(sizes) - len(within)) + within
+        aligned = within[len(within) - len(sizes) :]
+        return tuple(slice(0, 1) if size == 1 else part for size, part in zip(sizes, aligned, strict=True))
+
+
+def _factors(view: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
+    """The dimensions of ``view`` that make up each one of ``shape``."""
+    groups: list[list[int]] = []
+    rest = list(view)
+    for size in shape:
+        group: list[int] = []
+        while math.prod(group) < size and rest:
+            group.append(rest.pop(0))
+        groups.append(group)
+    while rest and rest[0] == 1 and groups:
+        groups[-1].append(rest.pop(0))
+    if rest or any(math.prod(group) != size for group, size in zip(groups, shape, strict=True)):
+        raise ValueError(
+            f"view {tuple(view)} does not split the dimensions of shape {tuple(shape)} one by one"
+        )
+    return groups
+
+
+def _cut(factors: Sequence[int], begin: int, end: int) -> Iterator[tuple[list[Range], Range]]:
+    """A range of a dimension as boxes of its factors: (a range a factor, the stretch of the dimension that it is)."""
+    if begin >= end:
+        return
+    if not factors:
+        yield [], (begin, end)
+        return
+    inner = math.prod(factors[1:])
+    first, last = -(-begin // inner), end // inner  # the first factor's whole entries
+    if first > last:  # inside of one entry
+        yield from _within(factors, first - 1, begin, end)
+        return
+    yield from _within(factors, first - 1, begin, first * inner)
+    if first < last:
+        yield (
+            [(first, last), *((0, size) for size in factors[1:])],
+            (first * inner, last * inner),
+        )
+    yield from _within(factors, last, last * inner, end)
+
+
+def _within(factors: Sequence[int], entry: int, begin: int, end: int) -> Iterator[tuple[list[Range], Range]]:
+    """``_cut`` of a range inside of one entry of the first factor."""
+    offset = entry * math.prod(factors[1:])
+    for ranges, (start, stop) in _cut(factors[1:], begin - offset, end - offset):
+        yield [(entry, entry + 1), *ranges], (start + offset, stop + offset)
