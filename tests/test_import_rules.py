@@ -27,8 +27,9 @@ FLOORS: list[set[str]] = [
     {"models", "scheduler"},
     {"runner"},
     {"engine"},
-    {"server"},
+    {"server", "bench"},
     {"cli"},
+    {"ray_serve"},
     {"jaxserve"},  # jaxserve/__init__.py, the public names
 ]
 # Device side: these may import JAX; nobody else reaches it when imported.

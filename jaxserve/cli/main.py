@@ -16,9 +16,11 @@ from jaxserve.version import __version__
 
 COMMANDS = {
     "serve": ("jaxserve.cli.serve", "Serve a model over HTTP, with OpenAI's API."),
+    "serve-ray": ("jaxserve.ray_serve.command", "Serve a model with several engines, on a Ray cluster."),
     "run-batch": ("jaxserve.cli.run_batch", "Answer an OpenAI batch file, without a server."),
     "chat": ("jaxserve.cli.chat", "Talk to a server."),
     "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
+    "bench": ("jaxserve.cli.bench", "Measure a server, offline generation, or starts."),
     "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),
 }
 """A command's name, its module and what it does. A module has ``add_arguments`` and ``run``; it may have ``expand``,
