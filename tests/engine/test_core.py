@@ -7,6 +7,7 @@ from fake_runner import FakePendingStep, FakeRunner
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore
+from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import EngineCoreOutput, EngineCoreRequest, SchedulerOutput
 
@@ -115,6 +116,23 @@ def test_a_failed_step_fails_its_requests_and_no_others(where, async_scheduling,
     assert stats.num_free_blocks == stats.num_blocks - 1
     core.add_request(request("after"))
     assert run(core)["after"][-1].finish_reason == "length"
+
+
+def test_ranks_of_one_engine():
+    """Sizes are sums, a prompt must fit one rank, and a failed step fails the requests of all ranks."""
+    core = make_core(data_parallel_size=2, num_blocks=9, block_size=4)
+    assert (core.info.num_blocks, core.info.kv_cache_tokens, core.info.max_prompt_tokens) == (18, 64, 32)
+    with pytest.raises(InvalidRequestError, match="too small"):
+        core.add_request(request("long", num_tokens=33))
+    core.runner.fail_result_at = 1
+    for i in range(11):
+        core.add_request(request(f"r{i}", num_tokens=4, max_tokens=3))
+    assert core.step().stats.num_running == 8
+    results = run(core)
+    assert sorted(i for i, outputs in results.items() if outputs[-1].error) == [f"r{i}" for i in range(8)]
+    assert all(results[f"r{i}"][-1].finish_reason == "length" for i in (8, 9, 10))
+    stats = core.scheduler.stats()
+    assert stats.num_free_blocks == stats.num_blocks - 2
 
 
 def test_error_messages_hold_no_internals():

@@ -81,6 +81,47 @@ def test_spoilt_steps_are_refused(spoil: Callable[[SchedulerOutput], object]) ->
         harness.runner.execute(step)
 
 
+def harness_of_two_ranks() -> tuple[Harness, SchedulerOutput]:
+    """``a`` decodes on rank 0 and ``b`` on rank 1; ``c`` enters on rank 0 and ``d`` on rank 1."""
+    harness = Harness(block_size=4, max_num_seqs=2, max_num_batched_tokens=8, data_parallel_size=2)
+    for names in ("ab", "cd"):
+        for name in names:
+            harness.add(name, [3 + ord(name) % 7] * 5, max_tokens=20, ignore_eos=True)
+        step = harness.scheduler.schedule(0.0)
+        if names == "ab":
+            harness.scheduler.update_from_output(step, harness.runner.execute(step).result())
+    return harness, step
+
+
+def test_two_ranks_are_right_as_they_are() -> None:
+    harness, step = harness_of_two_ranks()
+    assert list(step.num_scheduled_tokens.items()) == [("a", 1), ("b", 1), ("c", 5), ("d", 5)]
+    assert step.num_decode_rows_by_rank == (1, 1)
+    assert step.new_requests[0].block_ids == step.new_requests[1].block_ids, "ids are the rank's own"
+    assert set(harness.runner.execute(step).result().sampled_token_ids) == set("abcd")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda step: setattr(step, "num_decode_rows_by_rank", (2, 0)), "num_decode_rows_by_rank"),
+        (lambda step: setattr(step, "num_decode_rows_by_rank", ()), "num_decode_rows_by_rank"),
+        (lambda step: setattr(step.new_requests[0], "data_rank", 2), "no such rank"),
+        (lambda step: setattr(step.new_requests[0], "data_rank", 1), "over the token budget"),
+        (
+            lambda step: setattr(step, "num_scheduled_tokens", {"a": 1, "b": 1, "d": 5, "c": 5}),
+            "order of ranks",
+        ),
+        (lambda step: setattr(step.new_requests[1], "block_ids", [[1, 3]]), r"block 1: \['b', 'd'\]"),
+    ],
+)
+def test_spoilt_ranks_are_refused(spoil: Callable[[SchedulerOutput], object], message: str) -> None:
+    harness, step = harness_of_two_ranks()
+    spoil(step)
+    with pytest.raises(AssertionError, match=message):
+        harness.runner.execute(step)
+
+
 def test_another_sequence_in_the_cache_is_noticed() -> None:
     harness, step = harness_before_a_step()
     block = harness.runner.rows["a"].block_tables[0][0]

@@ -89,18 +89,26 @@ def test_forced_tokens_cost_no_steps_and_change_nothing(compiler):
     assert max(len(output.new_token_ids) for output in jumped.outputs) > 2
 
 
-def test_jumps_fill_the_padding_of_a_step_and_no_more(compiler):
-    """Eight rows fill a step of eight; two more make one of sixteen, and then there is room."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_jumps_fill_the_padding_of_a_step_and_no_more(compiler, ranks):
+    """Eight rows fill a step of eight; two more make one of sixteen, and then there is room. On each rank."""
     widest = {}
     for num_free in (7, 9):
-        harness = Harness(num_blocks=200, compiler=compiler, max_num_seqs=16)
+        harness = Harness(
+            num_blocks=200,
+            compiler=compiler,
+            max_num_seqs=16,
+            max_num_batched_tokens=48,
+            data_parallel_size=ranks,
+        )
         harness.add("c", [7, 8], structured_outputs=regex("[ab]-x-y-z[ab]"), max_tokens=40)
         harness.requests["c"].grammar.future.result(20)
-        for index in range(num_free):
+        for index in range(num_free * ranks):
             harness.add(f"free{index}", [7, 8, 9 + index], max_tokens=30, ignore_eos=True)
         steps = [harness.step() for _ in range(25)]
         widest[num_free] = max(step.num_scheduled_tokens.get("c", 0) for step in steps[1:])
-        assert all(step.total_num_scheduled_tokens <= (8 if num_free == 7 else 16) for step in steps[1:])
+        size = 8 if num_free == 7 else 16
+        assert all(step.total_num_scheduled_tokens <= size * ranks for step in steps[1:])
         settle(harness)
         assert text_of(harness.results["c"].token_ids)[1:7] == "-x-y-z"
     assert widest[7] == 1
@@ -299,7 +307,13 @@ def test_repetition_detection_sees_appended_tokens(compiler):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_and_aborts_leave_nothing_behind(compiler, seed):
     rng = random.Random(seed)
-    harness = Harness(num_blocks=24, depth=seed % 2, compiler=compiler, max_num_batched_tokens=16)
+    harness = Harness(
+        num_blocks=24,
+        depth=seed % 2,
+        compiler=compiler,
+        max_num_batched_tokens=16,
+        data_parallel_size=1 + seed // 2,
+    )
     constrained = ["[a-c]{2,9}", "(abc-){1,4}!", "hello-hello-hello", "[0-9]+\\.[0-9]{2}", "(", "[ab]?"]
     names: list[str] = []
     for index in range(60):
