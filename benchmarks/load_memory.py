@@ -105,26 +105,15 @@ def measure(folder: Path, devices: int, in_flight_bytes: int) -> dict[str, float
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxserve.models.dense import decoder_config, weight_map
+    from jaxserve.models import build
     from jaxserve.weights.checkpoint import open_checkpoint
     from jaxserve.weights.loader import stream_params
     from jaxserve.weights.resolve import resolve_model
-    from sharding import ParamSpec, make_mesh
+    from pallas_kernels.dispatch import BlockedBackend
+    from sharding import make_mesh
 
     files = resolve_model(str(folder))
-    config = decoder_config(files.config)
-    sources = weight_map(config, config.num_kv_heads, devices)
-    axes = {"embedding": ("vocab", "embed"), "lm_head": ("vocab", "embed"), "qkv": ("kv_heads", "embed"),
-            "out": ("embed", "heads"), "gate_up": ("ffn", "embed"), "down": ("embed", "ffn")}  # fmt: skip
-    shapes = {
-        source.target: _parameter_shape(source.target, source.view, config.hidden_size) for source in sources
-    }
-    specs = {
-        name: ParamSpec(
-            shape, np.dtype(jnp.bfloat16), axes.get(name.rsplit(".", 1)[-1], (None,) * len(shape))
-        )
-        for name, shape in shapes.items()
-    }
+    model = build(files.config, BlockedBackend(), jnp.bfloat16, devices)
     mesh = make_mesh(devices)
     jnp.zeros(8).block_until_ready()
     before = resident()
@@ -132,23 +121,16 @@ def measure(folder: Path, devices: int, in_flight_bytes: int) -> dict[str, float
     started = time.monotonic()
     loaded = checksum = 0
     checkpoint = open_checkpoint(files.path, files.format)
-    for _, value in stream_params(specs, sources, checkpoint, mesh=mesh, in_flight_bytes=in_flight_bytes):
+    for _, value in stream_params(
+        model.specs, model.weight_map, checkpoint, mesh=mesh, in_flight_bytes=in_flight_bytes
+    ):
         loaded += value.nbytes
         checksum += int(np.asarray(value.addressable_shards[-1].data).view(np.uint16).ravel()[-1])
         value.delete()
     return {
         "seconds": time.monotonic() - started, "loaded": loaded, "peak": peak() - before, "before": before,
-        "largest_tensor": max(2 * int(np.prod(source.shape)) for source in sources), "checksum": checksum,
+        "largest_tensor": max(2 * int(np.prod(source.shape)) for source in model.weight_map), "checksum": checksum,
     }  # fmt: skip
-
-
-def _parameter_shape(name: str, view: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    if name.endswith(("qkv", "gate_up")):
-        rows = 1
-        for size in view[:-1]:
-            rows *= size
-        return (rows, hidden)
-    return view
 
 
 def main() -> int:

@@ -49,9 +49,15 @@ def load_params(
 ) -> dict[str, jax.Array]:
     """Load a checkpoint into the parameters that ``specs`` declares, in their dtypes: see ``stream_params``.
 
+    What was converted before goes through Orbax instead, without ``progress``.
+
     Raises:
         CheckpointError: a missing tensor, an unexpected shape, an unreadable type, a broken file.
     """
+    if files.format == "orbax":
+        from jaxserve.weights.orbax_store import restore_params
+
+        return restore_params(files.path, specs, weight_map, mesh=mesh, rules=rules)
     checkpoint = open_checkpoint(files.path, files.format)
     check_tensors(checkpoint, weight_map, files)
     total = sum(spec.size_bytes for spec in specs.values())

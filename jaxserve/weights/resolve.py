@@ -13,6 +13,8 @@ from jaxserve.errors import CheckpointError, ModelNotFoundError
 from jaxserve.weights.gguf import GGUFFile
 from jaxserve.weights.gguf_config import gguf_config, gguf_generation_config
 
+LAYOUT_FILE = "jaxserve_layout.json"
+"""A folder with this file holds weights in the engine-ready form, made by ``jaxserve convert``."""
 HUB_CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 HUB_WEIGHT_PATTERNS = ["*.safetensors"]
 HUB_IGNORED_PATTERNS = ["consolidated*", "original/*", "onnx/*", "*/*"]
@@ -24,7 +26,7 @@ class ModelFiles:
 
     Args:
         path: the folder, or the .gguf file.
-        format: ``hf`` or ``gguf``.
+        format: ``hf``, ``gguf`` or ``orbax`` (the engine-ready form).
         config: config.json, or what a GGUF file's metadata says in the same words.
         generation_config: generation_config.json, likewise; empty where there is none.
         name: what the model is called when no one names it otherwise.
@@ -90,7 +92,8 @@ def _from_folder(folder: Path, name: str) -> ModelFiles:
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation_config = _read_json(generation_path) if generation_path.is_file() else {}
-    return ModelFiles(folder, "hf", config, generation_config, name)
+    format = "orbax" if (folder / LAYOUT_FILE).is_file() else "hf"
+    return ModelFiles(folder, format, config, generation_config, name)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

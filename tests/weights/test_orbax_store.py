@@ -1,5 +1,6 @@
-"""The engine-ready store: what is saved comes back, and only into the layout it was made for."""
+"""The engine-ready store: what is saved on one device comes back on any mesh, and only what fits the model."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -7,45 +8,79 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_harness import OracleBackend
-from tiny_checkpoints import tiny_config
+from tiny_checkpoints import tiny_config, write_tiny_checkpoint
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import build
-from jaxserve.weights.dummy import dummy_params
+from jaxserve.models import Model, build
+from jaxserve.weights import orbax_store
+from jaxserve.weights.loader import load_params
 from jaxserve.weights.orbax_store import restore_params, save_params
+from jaxserve.weights.resolve import ModelFiles, resolve_model
+from pallas_kernels.kv_cache_update.quantized import FLOAT8
 from sharding import make_mesh
 
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_round_trip(tmp_path: Path, size: int) -> None:
-    if jax.device_count() < size:
-        pytest.skip("needs 2 devices (virtual ones do)")
-    mesh = make_mesh(size)
-    model = build(tiny_config("qwen3"), OracleBackend(), jnp.bfloat16, size, mesh=mesh)
-    params = dummy_params(model.specs, mesh=mesh)
-    save_params(tmp_path / "store", model.specs, params, tensor_parallel_size=size)
-    restored = restore_params(tmp_path / "store", model.specs, tensor_parallel_size=size, mesh=mesh)
+def convert(files: ModelFiles, store: Path, dtype: object = jnp.bfloat16) -> Model:
+    model = build(files.config, OracleBackend(), dtype, kv_cache_dtype=FLOAT8)
+    params = load_params(model.specs, model.weight_map, files)
+    save_params(store, model.specs, model.weight_map, params.items())
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama_mqa_biased", "qwen3"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_restored_over_a_mesh_as_if_loaded_there(
+    tmp_path: Path, family: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four devices replicate the KV heads (one, or two), and an uneven vocabulary is padded."""
+    if jax.device_count() < devices:
+        pytest.skip("needs virtual devices")
+    monkeypatch.setattr(orbax_store, "GROUP_BYTES", 100_000)  # several groups
+    files = resolve_model(
+        str(write_tiny_checkpoint(tmp_path / "hf", family, tokenizer=False, vocab_size=319))
+    )
+    convert(files, tmp_path / "store")
+    assert len(list((tmp_path / "store" / "params").iterdir())) > 1
+    mesh = None if devices == 1 else make_mesh(devices)
+    model = build(files.config, OracleBackend(), jnp.bfloat16, devices)
+    restored = restore_params(tmp_path / "store", model.specs, model.weight_map, mesh=mesh)
+    expected = load_params(model.specs, model.weight_map, files, mesh=mesh)
     assert list(restored) == list(model.specs)
-    for name, value in params.items():
+    for name, value in expected.items():
         assert restored[name].dtype == value.dtype
-        assert restored[name].sharding == value.sharding
+        assert restored[name].sharding.is_equivalent_to(value.sharding, value.ndim), name
         np.testing.assert_array_equal(restored[name], value)
 
 
+def test_into_another_type(tmp_path: Path) -> None:
+    files = resolve_model(str(write_tiny_checkpoint(tmp_path / "hf", tokenizer=False)))
+    half = convert(files, tmp_path / "store")
+    model = build(files.config, OracleBackend(), jnp.float32)
+    restored = restore_params(tmp_path / "store", model.specs, model.weight_map)
+    expected = load_params(half.specs, half.weight_map, files)
+    for name, value in restored.items():
+        assert value.dtype == jnp.float32
+        np.testing.assert_array_equal(value, expected[name].astype(jnp.float32))
+
+
 def test_refusals(tmp_path: Path) -> None:
-    model = build(tiny_config("qwen3"), OracleBackend(), jnp.float32)
+    files = resolve_model(str(write_tiny_checkpoint(tmp_path / "hf", "qwen3", tokenizer=False)))
     store = tmp_path / "store"
-    with pytest.raises(CheckpointError, match=r"holds no parameters saved by jaxserve"):
-        restore_params(store, model.specs, tensor_parallel_size=1)
-    save_params(store, model.specs, dummy_params(model.specs), tensor_parallel_size=1)
-    with pytest.raises(CheckpointError, match=r"exists already"):
-        save_params(store, model.specs, {}, tensor_parallel_size=1)
-    half = build(tiny_config("qwen3"), OracleBackend(), jnp.bfloat16)
-    with pytest.raises(
-        CheckpointError, match=r"attention_norm is \['float32', \[3, 64\]\] there and \['bfloat16'"
-    ):
-        restore_params(store, half.specs, tensor_parallel_size=1)
-    with pytest.raises(CheckpointError, match=r"saved for tensor_parallel_size 1, not 2"):
-        restore_params(store, model.specs, tensor_parallel_size=2)
+    model = build(files.config, OracleBackend(), jnp.float32)
+    with pytest.raises(CheckpointError, match=r"holds no weights converted by jaxserve"):
+        restore_params(store, model.specs, model.weight_map)
+    convert(files, store)
+    with pytest.raises(CheckpointError, match=r"holds converted weights already"):
+        save_params(store, model.specs, model.weight_map, [])
+    wider = build(tiny_config("qwen3", intermediate_size=128), OracleBackend(), jnp.float32)
+    with pytest.raises(CheckpointError, match=r"has shape \(64, 96\); the config implies \(64, 128\)"):
+        restore_params(store, wider.specs, wider.weight_map)
+    other = build(tiny_config("llama_mqa_biased"), OracleBackend(), jnp.float32)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.weight"):
+        restore_params(store, other.specs, other.weight_map)
+    layout = store / "jaxserve_layout.json"
+    layout.write_text(json.dumps(json.loads(layout.read_text()) | {"version": 1}))
+    with pytest.raises(CheckpointError, match=r"layout 1; 2 is readable.*convert the model again"):
+        restore_params(store, model.specs, model.weight_map)
