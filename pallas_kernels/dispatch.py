@@ -29,8 +29,8 @@ class AttentionBackend(Protocol):
         """Shape of one layer's cache array."""
         ...
 
-    def kv_head_axis(self) -> int:
-        """The axis of the cache that holds KV heads, which tensor parallelism splits: 2, as that of int8's scales."""
+    def block_axis(self) -> int:
+        """The axis of the cache that holds blocks. KV heads are always on axis 2, as those of int8's scales."""
         ...
 
     def prepare(
@@ -83,8 +83,8 @@ class BlockedBackend:
     ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def kv_head_axis(self) -> int:
-        return 2
+    def block_axis(self) -> int:
+        return 1
 
     def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
         return None

@@ -1,6 +1,6 @@
 """Meshes, logical axes and the rules that map one to the other. Imports only JAX and itself."""
 
-from sharding.constraints import constrain, named_sharding
+from sharding.constraints import named_sharding
 from sharding.mesh import MESH_AXES, make_mesh
 from sharding.param_spec import ParamSpec
 from sharding.rules import DEFAULT_RULES, LOGICAL_AXES, ShardingRules
@@ -11,7 +11,6 @@ __all__ = [
     "MESH_AXES",
     "ParamSpec",
     "ShardingRules",
-    "constrain",
     "make_mesh",
     "named_sharding",
 ]

@@ -1,4 +1,4 @@
-"""The device mesh: axes ``data``, ``model`` and ``expert``, of which tensor parallelism uses ``model``."""
+"""The device mesh: ``data`` splits the requests of a step, ``model`` splits layers; experts are split over both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-MESH_AXES = ("data", "model", "expert")
+MESH_AXES = ("data", "model")
 
 
-def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of shape (1, tensor_parallel_size, 1) over the first devices.
+def make_mesh(
+    tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None, *, data_parallel_size: int = 1
+) -> Mesh:
+    """A mesh of shape (data_parallel_size, tensor_parallel_size) over the first devices.
 
     Args:
-        tensor_parallel_size: devices over which each layer is split.
-        devices: candidates in order (a topology's for ahead-of-time compilation); default: this process's.
+        tensor_parallel_size: devices over which each layer is split: neighbours in the order given.
+        devices: candidates in order (a topology's for ahead-of-time compilation); default: all of the program's.
+        data_parallel_size: groups of such devices, each with its own requests.
 
     Raises:
         ValueError: when there are fewer devices than that.
     """
     candidates = jax.devices() if devices is None else list(devices)
-    if not 1 <= tensor_parallel_size <= len(candidates):
+    shape = (data_parallel_size, tensor_parallel_size)
+    num_devices = data_parallel_size * tensor_parallel_size
+    if min(shape) < 1 or num_devices > len(candidates):
         raise ValueError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but {len(candidates)} device(s) are available"
+            f"data_parallel_size {data_parallel_size} x tensor_parallel_size {tensor_parallel_size} is {num_devices}, "
+            f"but {len(candidates)} device(s) are available"
         )
-    grid = np.array(candidates[:tensor_parallel_size], dtype=object).reshape(1, tensor_parallel_size, 1)
+    grid = np.array(candidates[:num_devices], dtype=object).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

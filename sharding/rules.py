@@ -8,36 +8,42 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+MeshAxis = str | tuple[str, ...] | None
+
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis to mesh axis (``data``, ``model``, ``expert``); None keeps the dimension whole.
+    """Logical axis to mesh axis (``data``, ``model``, or several); None keeps the dimension whole.
 
     The defaults are Megatron's tensor parallelism: heads and the feed-forward size are split, so that
     attention and the feed-forward need one all-reduce each; the vocabulary is split for the embedding and
     the logits.
     """
 
-    embed: str | None = None
+    embed: MeshAxis = None
     """Hidden size M."""
-    vocab: str | None = "model"
+    vocab: MeshAxis = "model"
     """Vocabulary V, of the embedding's rows and the logits' columns."""
-    heads: str | None = "model"
+    heads: MeshAxis = "model"
     """Query heads H."""
-    kv_heads: str | None = "model"
+    kv_heads: MeshAxis = "model"
     """Key/value heads K (replicated ones included), and with them their groups of query heads."""
-    head_dim: str | None = None
+    head_dim: MeshAxis = None
     """Head size D."""
-    ffn: str | None = "model"
+    ffn: MeshAxis = "model"
     """Feed-forward size F."""
-    expert: str | None = "expert"
-    """Experts E."""
-    layers: str | None = None
+    expert: MeshAxis = None
+    """Experts E: over all devices under expert parallelism (``for_experts``), else whole."""
+    expert_ffn: MeshAxis = "model"
+    """Feed-forward size of one expert."""
+    layers: MeshAxis = None
     """Layers L, of small vectors stacked over the layers."""
-    tokens: str | None = None
-    """Tokens T of a step, or its rows R."""
 
-    def mesh_axis(self, logical_axis: str) -> str | None:
+    def for_experts(self) -> ShardingRules:
+        """These rules under expert parallelism: each device holds whole experts."""
+        return dataclasses.replace(self, expert=("data", "model"), expert_ffn=None)
+
+    def mesh_axis(self, logical_axis: str) -> MeshAxis:
         """The mesh axis of a logical one.
 
         Raises:
@@ -56,7 +62,7 @@ class ShardingRules:
             ValueError: when two dimensions would be split over the same mesh axis.
         """
         mesh_axes = [None if axis is None else self.mesh_axis(axis) for axis in axes]
-        used = [axis for axis in mesh_axes if axis is not None]
+        used = [name for axis in mesh_axes for name in ((axis,) if isinstance(axis, str) else axis or ())]
         if len(set(used)) != len(used):
             raise ValueError(
                 f"logical axes {tuple(axes)} map to mesh axes {tuple(mesh_axes)}: one is used twice"

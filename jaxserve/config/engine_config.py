@@ -30,8 +30,8 @@ class ModelConfig:
     )
     load_format: str = setting(
         "auto",
-        "How weights are read; dummy makes random ones.",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        "How weights are read; orbax are converted ones, dummy makes random ones.",
+        choices=("auto", "safetensors", "gguf", "orbax", "dummy"),
     )
     hf_overrides: dict[str, Any] = setting({}, "JSON merged over the model's config.json.", parse="json")
     trust_remote_code: bool = setting(False, "Refused: jaxserve never runs code from a checkpoint.")
@@ -135,9 +135,30 @@ class ParallelConfig:
     """How devices share the model."""
 
     tensor_parallel_size: int = setting(1, "Devices over which each layer is split.", flags=("-tp",))
+    data_parallel_size: int = setting(
+        1,
+        "Groups of such devices, each with requests, rows and a cache of its own, in one engine. max_num_seqs and "
+        "max_num_batched_tokens are a group's.",
+        flags=("-dp",),
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "Keep experts whole and spread them over all devices, instead of splitting each.",
+        flags=("-ep",),
+    )
+    sequence_parallel: bool = setting(
+        False,
+        "Between layers, split the tokens of long steps over the devices of a group: a long prefill's norms are "
+        "computed once, and its sums travel as halves.",
+    )
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "tensor_parallel_size")
+        check_at_least(self, 1, "tensor_parallel_size", "data_parallel_size")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True)

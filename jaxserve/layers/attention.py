@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, split_linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
@@ -52,11 +52,13 @@ class Attention(nnx.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        sinks: bool = False,
     ) -> None:
-        """``qk_norm_eps`` not None: each query and key head is normalised before its rotation."""
+        """``qk_norm_eps`` not None: each query and key head is normalised before its rotation. ``sinks``: each query
+        head's softmax has one more logit in its denominator."""
         group = num_heads // num_kv_heads
         rows = num_kv_heads * (group + 2) * head_size
-        self.heads_shape = (num_kv_heads, group + 2, head_size)
+        self.head_shape = (group + 2, head_size)
         self.qkv = context.param((rows, hidden_size), ("kv_heads", "embed"))
         self.qkv_bias = context.param((rows,), ("kv_heads",), scale=0.0) if qkv_bias else None
         self.out = context.param((hidden_size, num_heads * head_size), ("embed", "heads"))
@@ -66,6 +68,7 @@ class Attention(nnx.Module):
         has_norm = qk_norm_eps is not None
         self.qk_norm = context.param(norm_shape, norm_axes, scale=0.0, mean=1.0) if has_norm else None
         self.qk_norm_eps = qk_norm_eps
+        self.sinks = context.param((num_heads,), ("heads",), scale=0.0) if sinks else None
         self.options = options
         self.context = context
 
@@ -78,7 +81,7 @@ class Attention(nnx.Module):
         plan: Any = None,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Attend.
+        """Attend, with this device's heads.
 
         Args:
             x: [T, M], normalised.
@@ -89,12 +92,11 @@ class Attention(nnx.Module):
             kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
 
         Returns:
-            ([T, M], the updated cache).
+            ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
         """
         num_tokens = x.shape[0]
         qkv = linear(x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first)
-        qkv = qkv.reshape(num_tokens, *self.heads_shape)
-        qkv = self.context.constrain(qkv, ("tokens", "kv_heads", None, "head_dim"))
+        qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.qk_norm is not None and self.qk_norm_eps is not None:
             qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
@@ -103,10 +105,9 @@ class Attention(nnx.Module):
         if kv_scales is not None:
             q, k, v = scale_in(q, k, v, kv_scales[0], kv_scales[1])
         attended, kv_cache = self.context.backend.update_and_attend(
-            q, k, v, kv_cache, metadata, self.options, plan=plan
+            q, k, v, kv_cache, metadata, self.options, value_of(self.sinks), plan
         )
         if kv_scales is not None:
             attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
-        out = linear(attended, self.out[...], value_of(self.out_bias), weight_first=self.context.weight_first)
-        return out, kv_cache
+        return split_linear(attended, self.out[...], value_of(self.out_bias), self.context), kv_cache

@@ -1,4 +1,4 @@
-"""The dense pre-norm decoder that the Llama-like families share; they differ in biases, norms and windows."""
+"""The pre-norm decoder that the Llama-like families share; they differ in biases, norms, windows and experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.attention import Attention, stored_kv_heads
 from jaxserve.layers.embedding import Embedding, LMHead
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
+from jaxserve.layers.moe import MoE, MoEConfig
 from jaxserve.layers.norm import StackedNormWeights, rms_norm
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
@@ -24,7 +25,7 @@ from pallas_kernels.kv_cache_update.quantized import KVCache
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A dense decoder's shape, in jaxserve's words.
+    """A decoder's shape, in jaxserve's words.
 
     Args:
         vocab_size, hidden_size, ffn_size: V, M, F.
@@ -36,6 +37,8 @@ class DecoderConfig:
         tie_word_embeddings: logits reuse the embedding.
         qkv_bias, out_bias, mlp_bias: which products carry a bias.
         qk_norm: each query and key head is normalised before its rotation.
+        sinks: each query head has one more logit in the denominator of its softmax.
+        experts: per layer, its experts; None is a layer with one feed-forward, and so are all of an empty tuple.
     """
 
     vocab_size: int
@@ -54,6 +57,12 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    experts: tuple[MoEConfig | None, ...] = ()
+
+    def experts_of(self, layer: int) -> MoEConfig | None:
+        """A layer's experts."""
+        return self.experts[layer] if self.experts else None
 
 
 class DecoderLayer(nnx.Module):
@@ -70,8 +79,9 @@ class DecoderLayer(nnx.Module):
             qkv_bias=config.qkv_bias,
             out_bias=config.out_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            sinks=config.sinks,
         )
-        self.mlp = GatedMLP(config.hidden_size, config.ffn_size, context, bias=config.mlp_bias)
+        self.mlp = _feed_forward(config, layer, context)
         self.norm_eps = config.rms_norm_eps
 
     def __call__(
@@ -84,18 +94,32 @@ class DecoderLayer(nnx.Module):
         plan: Any,
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
-        """[T, M] to [T, M], and the updated cache.
+        """The residual stream and the updated cache.
 
         Args:
-            hidden: the residual stream.
+            hidden: the residual stream, [T, M]; where tokens are shared, this device's of them.
             norm_weights: [M] each, of the norms before attention and before the feed-forward.
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
         """
-        normal = rms_norm(hidden, norm_weights[0], self.norm_eps)
+        context, num_tokens = self.attention.context, metadata.positions.shape[0]
+        normal = context.gather_tokens(rms_norm(hidden, norm_weights[0], self.norm_eps), num_tokens)
         attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales)
         hidden = hidden + attended
-        hidden = hidden + self.mlp(rms_norm(hidden, norm_weights[1], self.norm_eps))
-        return self.attention.context.constrain(hidden, ("tokens", "embed")), kv_cache
+        normal = context.gather_tokens(rms_norm(hidden, norm_weights[1], self.norm_eps), num_tokens)
+        if isinstance(self.mlp, MoE):
+            live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
+            update, _ = self.mlp(normal, live)
+        else:
+            update = self.mlp(normal)
+        return hidden + update, kv_cache
+
+
+def _feed_forward(config: DecoderConfig, layer: int, context: LayerContext) -> GatedMLP | MoE:
+    experts = config.experts_of(layer)
+    if experts is not None:
+        return MoE(config.hidden_size, experts, context)
+    check_ffn_size(config.ffn_size, context.tensor_parallel_size)
+    return GatedMLP(config.hidden_size, config.ffn_size, context, bias=config.mlp_bias)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -108,7 +132,6 @@ class Decoder(nnx.Module):
     """Embedding, L layers of attention and feed-forward with residuals, final norm, logits."""
 
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
-        check_ffn_size(config.ffn_size, context.tensor_parallel_size)
         num_kv_heads = stored_kv_heads(config.num_heads, config.num_kv_heads, context.tensor_parallel_size)
         config.rope.frequencies(
             config.head_size
@@ -147,7 +170,8 @@ class Decoder(nnx.Module):
                 *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
             )
             new_caches.append(kv_cache)
-        return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), new_caches
+        normal = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+        return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches
 
     def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:
         """The backend's plan of this step, once for all layers with equal options."""
@@ -163,7 +187,7 @@ class Decoder(nnx.Module):
         return {each: self.context.backend.prepare(metadata, each, **sizes) for each in options}
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, V] float32 scores of hidden states [R, M]."""
+        """[R, V] float32 scores of hidden states [R, M]; under tensor parallelism this device's columns."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return head.logits(hidden)
 

@@ -26,15 +26,21 @@ class LMHead(nnx.Module):
         self.context = context
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, V] float32 scores of ``hidden`` [R, M]."""
+        """[R, V] float32 scores of ``hidden`` [R, M]; under tensor parallelism this device's columns."""
         scores = contract(hidden, self.weight[...], weight_first=self.context.weight_first)
-        return self.context.constrain(scores, ("tokens", "vocab"))[:, : self.vocab_size]
+        return scores[:, : self.vocab_size] if self.context.tensor_parallel_size == 1 else scores
 
 
 class Embedding(LMHead):
     """[V, M] token vectors, and the logits over them where the model ties the two."""
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Vectors [T, M] of ``token_ids`` [T] int32, which must lie in the vocabulary."""
-        vectors = self.weight.at[token_ids].get(mode="clip")
-        return self.context.constrain(vectors, ("tokens", "embed"))
+        """Vectors of ``token_ids`` [T] int32, which must lie in the vocabulary: [T, M], or this device's tokens of it
+        where tokens are shared."""
+        if self.context.tensor_parallel_size == 1:
+            return self.weight.at[token_ids].get(mode="clip")
+        # Each device knows the vectors of its rows and contributes zeros for the others.
+        weight = self.weight[...]
+        rows_here = token_ids - self.context.shard_index() * weight.shape[0]
+        vectors = weight.at[rows_here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return self.context.reduce_tokens(vectors)

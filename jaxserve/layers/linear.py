@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxserve.layers.params import LayerContext
+
 WEIGHT_FIRST_TOKENS = 64
 """Up to so many tokens a CPU multiplies faster with the weight on the left: 12 to 30 % of such a product."""
 
@@ -36,6 +38,21 @@ def linear(
     if bias is None:
         return _product(x, weight, x.dtype, weight_first)
     return (_product(x, weight, jnp.float32, weight_first) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def split_linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, context: LayerContext) -> jax.Array:
+    """``linear`` where each tensor-parallel device holds a part of M: their partial results are added up.
+
+    Args:
+        x: [T, M / devices].
+        weight: [N, M / devices].
+        bias: [N], whole.
+        context: says how they exchange them (``LayerContext.reduce_tokens``).
+    """
+    if context.tensor_parallel_size == 1:
+        return linear(x, weight, bias, weight_first=context.weight_first)
+    y = context.reduce_tokens(linear(x, weight, weight_first=context.weight_first))
+    return y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _product(x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, split_linear
 from jaxserve.layers.params import LayerContext, value_of
 
 
@@ -25,30 +25,25 @@ def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
 
 
 class GatedMLP(nnx.Module):
-    """Weights [2 F, M] and [M, F].
-
-    The first holds, per device of the tensor-parallel group, that device's rows of gate, then those of
-    up: split over the devices, each keeps matching halves.
-    """
+    """Weights [2, F, M], gate's and up's, which are one product, and [M, F]."""
 
     def __init__(self, hidden_size: int, ffn_size: int, context: LayerContext, *, bias: bool = False) -> None:
-        self.gate_up = context.param((2 * ffn_size, hidden_size), ("ffn", "embed"))
-        self.gate_up_bias = context.param((2 * ffn_size,), ("ffn",), scale=0.0) if bias else None
+        self.gate_up = context.param((2, ffn_size, hidden_size), (None, "ffn", "embed"))
+        self.gate_up_bias = context.param((2, ffn_size), (None, "ffn"), scale=0.0) if bias else None
         self.down = context.param((hidden_size, ffn_size), ("embed", "ffn"))
         self.down_bias = context.param((hidden_size,), ("embed",), scale=0.0) if bias else None
-        self.ffn_size = ffn_size
         self.context = context
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, M] to [T, M]."""
+        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared."""
+        return split_linear(self.activated(x), self.down[...], value_of(self.down_bias), self.context)
+
+    def activated(self, x: jax.Array) -> jax.Array:
+        """[T, M] to silu(gate) * up, [T, F / devices]."""
+        bias = value_of(self.gate_up_bias)
         gate_up = linear(
-            x, self.gate_up[...], value_of(self.gate_up_bias), weight_first=self.context.weight_first
-        )
-        gate_up = self.context.constrain(gate_up, ("tokens", "ffn"))
-        devices = self.context.tensor_parallel_size
-        halves = gate_up.reshape(-1, devices, 2, self.ffn_size // devices).astype(jnp.float32)
-        activated = (jax.nn.silu(halves[:, :, 0]) * halves[:, :, 1]).astype(x.dtype)
-        return linear(
-            activated.reshape(-1, self.ffn_size), self.down[...], value_of(self.down_bias),
+            x, self.gate_up[...].reshape(-1, x.shape[1]), None if bias is None else bias.reshape(-1),
             weight_first=self.context.weight_first,
         )  # fmt: skip
+        halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
+        return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(x.dtype)

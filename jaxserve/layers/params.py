@@ -6,23 +6,36 @@ from dataclasses import dataclass
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax import lax
 
 from pallas_kernels.dispatch import AttentionBackend
-from sharding import DEFAULT_RULES, ParamSpec, ShardingRules, constrain
+from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
+
+TENSOR_AXIS = "model"
+"""Mesh axis over which layers are split."""
+DATA_AXIS = "data"
+"""Mesh axis over which the requests of a step are split."""
+SHARED_TOKENS = 64
+"""Sequence parallelism begins at so many tokens a device; fewer gain nothing from it."""
 
 
 @dataclass(frozen=True)
 class LayerContext:
     """What layers need beside the model's own config.
 
+    Layers run inside one ``shard_map`` over the whole mesh: they see their device's part of every weight and of the
+    batch, and say where devices exchange something, with the methods here. On one device these do nothing.
+
     Args:
         dtype: type of weights and activations.
         backend: attention over the paged cache.
         tensor_parallel_size: devices over which heads, feed-forward and vocabulary are split.
-        mesh: where the step runs; None leaves placement to the arrays.
+        data_parallel_size: groups of such devices, each with requests of its own.
+        expert_parallel: experts are whole and spread over all devices.
+        sequence_parallel: between layers each device of a group holds a part of a long step's tokens.
         rules: logical to mesh axes.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
@@ -31,7 +44,9 @@ class LayerContext:
     dtype: np.dtype
     backend: AttentionBackend
     tensor_parallel_size: int = 1
-    mesh: Mesh | None = None
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    sequence_parallel: bool = False
     rules: ShardingRules = DEFAULT_RULES
     weight_first: bool = False
     scaled_kv_cache: bool = False
@@ -49,9 +64,30 @@ class LayerContext:
         spec = ParamSpec(shape, self.dtype if dtype is None else dtype, axes, scale, mean)
         return cast(nnx.Param[jax.Array], nnx.Param(spec.abstract(), spec=spec))
 
-    def constrain(self, value: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        """Tell the partitioner how an intermediate value is split."""
-        return constrain(value, axes, self.mesh, self.rules)
+    def all_reduce(self, partial: jax.Array) -> jax.Array:
+        """The sum of the tensor-parallel devices' partial results."""
+        return partial if self.tensor_parallel_size == 1 else lax.psum(partial, TENSOR_AXIS)
+
+    def reduce_tokens(self, partial: jax.Array) -> jax.Array:
+        """``all_reduce`` of [T, M]; where tokens are shared, each device keeps its own: [T / devices, M]."""
+        if not self._shares(partial.shape[0]):
+            return self.all_reduce(partial)
+        return lax.psum_scatter(partial, TENSOR_AXIS, scatter_dimension=0, tiled=True)
+
+    def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
+        """All T tokens of what ``reduce_tokens`` left: [T, M]."""
+        if hidden.shape[0] == num_tokens:
+            return hidden
+        return lax.all_gather(hidden, TENSOR_AXIS, tiled=True)
+
+    def shard_index(self) -> jax.Array:
+        """int32[]: which of the tensor-parallel devices this is."""
+        return jnp.int32(0) if self.tensor_parallel_size == 1 else lax.axis_index(TENSOR_AXIS)
+
+    def _shares(self, num_tokens: int) -> bool:
+        devices = self.tensor_parallel_size
+        enough = num_tokens % devices == 0 and num_tokens >= SHARED_TOKENS * devices
+        return self.sequence_parallel and devices > 1 and enough
 
 
 def value_of(param: nnx.Param[jax.Array] | None) -> jax.Array | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import UnsupportedModelError
@@ -107,12 +107,30 @@ class DenseCausalLM(Decoder):
 
     def weight_map(self) -> list[WeightSource]:
         """Every tensor of the checkpoint, by Hugging Face name."""
-        sources = weight_map(self.config, self.num_kv_heads, self.context.tensor_parallel_size)
+        sources = weight_map(
+            self.config, self.num_kv_heads, self.context.tensor_parallel_size, self.feed_forward_sources
+        )
         return sources + (kv_scale_sources(self.config.num_layers) if self.kv_scales is not None else [])
 
+    def feed_forward_sources(self, layer: int, name: str, target: str) -> list[WeightSource]:
+        """Where the tensors of a layer's feed-forward go: those of ``{name}.mlp`` to ``{target}.mlp``."""
+        return dense_sources(self.config, name, target)
 
-def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size: int) -> list[WeightSource]:
-    """Where each tensor goes. ``stored_kv_heads``: KV heads after replication."""
+
+def weight_map(
+    config: DecoderConfig,
+    stored_kv_heads: int,
+    tensor_parallel_size: int,
+    feed_forward_sources: Callable[[int, str, str], list[WeightSource]] | None = None,
+) -> list[WeightSource]:
+    """Where each tensor goes.
+
+    Args:
+        config: the decoder.
+        stored_kv_heads: KV heads after replication.
+        tensor_parallel_size: devices that split the vocabulary.
+        feed_forward_sources: the tensors of a layer's feed-forward, by its number, name and target; default: dense.
+    """
     vocab, hidden, layers = config.vocab_size, config.hidden_size, config.num_layers
     rows = padded_vocab_size(vocab, tensor_parallel_size)
     live = slice(0, vocab)
@@ -125,7 +143,10 @@ def weight_map(config: DecoderConfig, stored_kv_heads: int, tensor_parallel_size
     for layer in range(layers):
         name, target = f"model.layers.{layer}", f"layers.{layer}"
         sources += _attention_sources(config, stored_kv_heads, f"{name}.self_attn", f"{target}.attention")
-        sources += _mlp_sources(config, tensor_parallel_size, f"{name}.mlp", f"{target}.mlp")
+        if feed_forward_sources is None:
+            sources += dense_sources(config, name, target)
+        else:
+            sources += feed_forward_sources(layer, name, target)
         for part, norm in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             sources.append(WeightSource(f"{name}.{part}.weight", (hidden,), norm, (layers, hidden), (layer,)))
     return sources
@@ -172,21 +193,27 @@ def _attention_sources(
                     f"{name}.{part}_norm.weight", (size,), f"{target}.qk_norm", (group + 1, size), (slot,)
                 )
             )
+    if config.sinks:
+        sources.append(WeightSource(f"{name}.sinks", (heads,), f"{target}.sinks", (heads,)))
     return sources
 
 
-def _mlp_sources(config: DecoderConfig, devices: int, name: str, target: str) -> list[WeightSource]:
-    """The feed-forward of a layer: per device its rows of gate, then those of up."""
-    hidden, ffn = config.hidden_size, config.ffn_size
-    split, rows = (devices, 1, ffn // devices), (devices, 2, ffn // devices)
+def dense_sources(config: DecoderConfig, name: str, target: str) -> list[WeightSource]:
+    """The feed-forward of a dense layer of this name."""
+    return mlp_sources(
+        config.hidden_size, config.ffn_size, f"{name}.mlp", f"{target}.mlp", bias=config.mlp_bias
+    )
+
+
+def mlp_sources(hidden: int, ffn: int, name: str, target: str, *, bias: bool = False) -> list[WeightSource]:
+    """A ``GatedMLP``: gate and up in one."""
+    split, rows = (1, ffn), (2, ffn)
     sources = [WeightSource(f"{name}.down_proj.weight", (hidden, ffn), f"{target}.down", (hidden, ffn))]
-    if config.mlp_bias:
+    if bias:
         sources.append(WeightSource(f"{name}.down_proj.bias", (hidden,), f"{target}.down_bias", (hidden,)))
     for i, part in enumerate(("gate", "up")):
         slot = slice(i, i + 1)
-        sources += _rows(
-            f"{name}.{part}_proj", f"{target}.gate_up", hidden, split, rows, slot, config.mlp_bias
-        )
+        sources += _rows(f"{name}.{part}_proj", f"{target}.gate_up", hidden, split, rows, slot, bias)
     return sources
 
 

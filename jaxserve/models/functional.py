@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.errors import UnsupportedModelError
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.params import LayerContext
 from jaxserve.models.interface import CausalLM
@@ -38,6 +38,7 @@ class Model:
         dtype: of weights and activations.
         max_position_embeddings: longest context the model was made for.
         num_heads: H, over all devices.
+        context: how its layers are split, among others.
         attention_options: those of its layers, each once.
     """
 
@@ -49,14 +50,18 @@ class Model:
     max_position_embeddings: int
     num_heads: int
     attention_options: frozenset[AttentionOptions]
+    context: LayerContext = field(repr=False)
     _module: CausalLM = field(repr=False)
     _graphdef: Any = field(repr=False)
     _treedef: Any = field(repr=False)
-    _rules: ShardingRules = field(repr=False)
 
     def abstract_params(self, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and, on a mesh, shardings of the params."""
-        return {name: spec.abstract(mesh, self._rules) for name, spec in self.specs.items()}
+        return {name: spec.abstract(mesh, self.context.rules) for name, spec in self.specs.items()}
+
+    def partition_specs(self) -> dict[str, PartitionSpec]:
+        """How each parameter lies on a mesh."""
+        return {name: self.context.rules.partition_spec(spec.axes) for name, spec in self.specs.items()}
 
     def param_bytes(self) -> int:
         """Bytes of all parameters over all devices."""
@@ -92,7 +97,9 @@ def build(
     dtype: Any = jnp.bfloat16,
     tensor_parallel_size: int = 1,
     *,
-    mesh: Mesh | None = None,
+    data_parallel_size: int = 1,
+    expert_parallel: bool = False,
+    sequence_parallel: bool = False,
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
     kv_cache_dtype: Any = None,
@@ -103,9 +110,8 @@ def build(
         config: HF-style config (``resolve_model(...).config``).
         backend: attention backend, static in the compiled step.
         dtype: compute type of weights and activations.
-        tensor_parallel_size: devices over which layers are split.
-        mesh: where the step will run; lets the model pin the sharding of intermediates. Needed when
-            ``tensor_parallel_size`` > 1.
+        tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel: as ``LayerContext`` has them. On
+            more than one device the model's functions run inside a ``shard_map`` over a mesh of these sizes.
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
@@ -114,19 +120,18 @@ def build(
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
         ConfigError: a tensor-parallel size that the model's heads or sizes do not allow.
     """
-    if tensor_parallel_size > 1 and (mesh is None or mesh.shape["model"] != tensor_parallel_size):
-        found = "no mesh" if mesh is None else f"a mesh of {mesh.shape['model']}"
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} needs a mesh of that size, got {found}.",
-            param="tensor_parallel_size",
-        )
+    family = find_family(config)
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedModelError(f"quantized checkpoints (quant_method {method!r}) are not supported.")
+        if method not in getattr(family, "QUANTIZATION_METHODS", ()):
+            raise UnsupportedModelError(f"quantized checkpoints (quant_method {method!r}) are not supported.")
     scaled = kv_cache_dtype is not None and jnp.dtype(kv_cache_dtype) == FLOAT8
-    context = LayerContext(np.dtype(dtype), backend, tensor_parallel_size, mesh, rules, weight_first, scaled)
-    module = find_family(config).create(config, context)
+    context = LayerContext(
+        np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
+        rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
+    )  # fmt: skip
+    module = family.create(config, context)
     graphdef, state = nnx.split(module)
     variables, treedef = jax.tree.flatten_with_path(state, is_leaf=_is_variable)
     specs = {_name(path): variable.get_metadata()["spec"] for path, variable in variables}
@@ -140,11 +145,11 @@ def build(
         dtype=context.dtype,
         max_position_embeddings=module.max_position_embeddings,
         num_heads=module.num_heads,
+        context=context,
         attention_options=module.attention_options,
         _module=module,
         _graphdef=graphdef,
         _treedef=leaves_treedef,
-        _rules=rules,
     )
 
 

@@ -66,7 +66,8 @@ class ModelFamily(Protocol):
     """A module of ``jaxserve.models``: discovered by the registry, named in no list."""
 
     ARCHITECTURES: tuple[str, ...]
-    """The ``architectures`` entries of config.json that this family implements."""
+    """The ``architectures`` entries of config.json that this family implements. A module may also define
+    ``QUANTIZATION_METHODS``, the ``quant_method`` of quantized checkpoints that it reads."""
 
     def create(self, config: Mapping[str, Any], context: LayerContext) -> CausalLM:
         """Build the model, abstract, from a config.json.

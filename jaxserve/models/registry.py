@@ -11,7 +11,7 @@ from typing import Any, cast
 from jaxserve.errors import UnsupportedModelError
 from jaxserve.models.interface import ModelFamily
 
-HELPERS = frozenset({"dense", "functional", "interface", "registry"})
+HELPERS = frozenset({"dense", "experts", "functional", "interface", "registry"})
 
 
 def discover(

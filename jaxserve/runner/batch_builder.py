@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +13,41 @@ from jaxserve.runner.input_batch import InputBatch, TablePatches
 from jaxserve.runner.step_layout import FROM_DEVICE, StepLayout
 from jaxserve.sampling.metadata import COLUMN, make_table, step_features
 from jaxserve.step import SchedulerOutput
+
+
+class ScheduledRows(Protocol):
+    """One rank's rows of a step, decode first; with one rank, the ``SchedulerOutput`` itself."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def num_decode_rows(self) -> int: ...
+
+    @property
+    def samples(self) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The rows of one of several ranks."""
+
+    num_scheduled_tokens: dict[str, int]
+    num_decode_rows: int
+    samples: Collection[str]
+
+
+def split_by_rank(
+    step: SchedulerOutput, rank_of: Mapping[str, int], num_ranks: int
+) -> Sequence[ScheduledRows]:
+    """A step's rows rank by rank, in the order they have."""
+    if num_ranks == 1:
+        return [step]
+    rows: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+    for request_id, num_tokens in step.num_scheduled_tokens.items():
+        rows[rank_of[request_id]][request_id] = num_tokens
+    decodes = step.num_decode_rows_by_rank or (0,) * num_ranks
+    return [RankRows(part, decodes[rank], step.samples) for rank, part in enumerate(rows)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +68,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Builds buffers in the shapes of the bucket table."""
+    """Builds buffers in the shapes of the bucket table, for one rank at a time."""
 
     def __init__(self, table: BucketTable, block_size: int, max_num_seqs: int) -> None:
         self.table = table
@@ -48,8 +85,25 @@ class BatchBuilder:
         fields["sampling"][:] = make_table(self.max_num_seqs)[-1]
         return buffer
 
+    def bucket_for(self, parts: Sequence[ScheduledRows], *, decode_only: bool) -> Bucket:
+        """The smallest bucket that holds every rank's rows: the fullest rank decides for all."""
+        buckets = (
+            self.table.smallest(
+                sum(part.num_scheduled_tokens.values()),
+                len(part.num_scheduled_tokens),
+                decode_only=decode_only,
+            )
+            for part in parts
+        )
+        return max(buckets)
+
     def build(
-        self, batch: InputBatch, step: SchedulerOutput, *, decode_only: bool | None = None
+        self,
+        batch: InputBatch,
+        step: ScheduledRows,
+        *,
+        decode_only: bool | None = None,
+        bucket: Bucket | None = None,
     ) -> StepBatch:
         """Pad the scheduled rows; advances ``num_computed_tokens`` of each by what is scheduled, never by a pad.
 
@@ -57,6 +111,7 @@ class BatchBuilder:
             batch: the persistent rows.
             step: what is scheduled.
             decode_only: whether a program for rows of one token alone will run it; None: if all rows are.
+            bucket: the step's, where other ranks have a say in it; None: the smallest that holds these rows.
         """
         request_ids = list(step.num_scheduled_tokens)
         num_rows = len(request_ids)
@@ -67,7 +122,8 @@ class BatchBuilder:
         num_tokens = int(starts[-1])
         if decode_only is None:
             decode_only = step.num_decode_rows == num_rows
-        bucket = self.table.smallest(num_tokens, num_rows, decode_only=decode_only)
+        if bucket is None:
+            bucket = self.table.smallest(num_tokens, num_rows, decode_only=decode_only)
         layout = self.layouts[bucket]
         buffer = np.empty(layout.size, np.int32)
         fields = layout.split(buffer)
@@ -88,7 +144,7 @@ class BatchBuilder:
         return StepBatch(bucket, buffer, request_ids, rows, starts, features, early)
 
     def _write_tokens(
-        self, out: np.ndarray, batch: InputBatch, step: SchedulerOutput, request_ids: list[str], rows: np.ndarray,
+        self, out: np.ndarray, batch: InputBatch, step: ScheduledRows, request_ids: list[str], rows: np.ndarray,
         computed: np.ndarray, starts: np.ndarray,
     ) -> None:  # fmt: skip
         """Token ids the host knows; ``FROM_DEVICE`` where the row's last sampled token is meant; 0 for padding."""
@@ -105,7 +161,7 @@ class BatchBuilder:
             out[first + len(tokens) : last] = FROM_DEVICE
 
     def _write_sampling(
-        self, out: np.ndarray, batch: InputBatch, step: SchedulerOutput, request_ids: list[str], rows: np.ndarray,
+        self, out: np.ndarray, batch: InputBatch, step: ScheduledRows, request_ids: list[str], rows: np.ndarray,
         positions: np.ndarray,
     ) -> None:  # fmt: skip
         """Parameters of the rows that sample; the padding row for all others."""

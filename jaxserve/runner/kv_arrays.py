@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -58,9 +59,16 @@ def bytes_per_block(specs: list[KVCacheSpec], block_size: int, backend: Attentio
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(caches))
 
 
-def device_budget(device: jax.Device, share: float, program_temporaries: int) -> MemoryBudget | None:
-    """The device's memory, or None where it does not tell (CPU)."""
-    stats = device.memory_stats() or {}
+def device_budget(
+    devices: Sequence[jax.Device], share: float, program_temporaries: int
+) -> MemoryBudget | None:
+    """The memory of the device that has least of it free, or None where they do not tell (CPU)."""
+    budgets = [_budget(device.memory_stats() or {}, share, program_temporaries) for device in devices]
+    known = [budget for budget in budgets if budget is not None]
+    return min(known, key=lambda budget: budget.for_cache) if known else None
+
+
+def _budget(stats: dict[str, int], share: float, program_temporaries: int) -> MemoryBudget | None:
     limit = stats.get("bytes_limit")
     if not limit:
         return None

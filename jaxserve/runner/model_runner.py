@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,12 +17,13 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.models import Model, build
-from jaxserve.runner.batch_builder import BatchBuilder, StepBatch
-from jaxserve.runner.buckets import BucketTable
+from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
+from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
+from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import ProgramShapes, ProgramStyle, StepPrograms, StepVariant, step_variants
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
@@ -31,8 +34,12 @@ from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.dispatch import AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
+from sharding import make_mesh
 
 logger = logging.getLogger(__name__)
+
+WEIGHT_FORMATS = {"hf": "safetensors"}
+"""``ModelFiles.format`` in the words of ``load_format``, where they differ."""
 
 
 def platform_name() -> str:
@@ -46,7 +53,9 @@ def cache_type(name: str) -> Any:
 
 
 class JaxModelRunner:
-    """One model on this process's devices. One thread calls everything.
+    """One model on this program's devices. One thread calls everything.
+
+    With data parallelism each rank has an ``InputBatch`` of its own; all of them share a step's bucket and program.
 
     Args:
         config: with the platform's defaults filled in (``EngineConfig.with_defaults_for``).
@@ -67,10 +76,7 @@ class JaxModelRunner:
             ConfigError, CheckpointError, ModelNotFoundError: saying what is wrong with what the user asked for.
         """
         config = self.config
-        if config.parallel_config.tensor_parallel_size > 1:
-            raise ConfigError(
-                "tensor_parallel_size > 1 is not supported yet; use 1.", param="tensor_parallel_size"
-            )
+        self.placement = self._place()
         self._program_folder = program_folder(config.compilation_config.compile_cache_dir)
         self.files = resolve_model(
             config.model_config.model,
@@ -90,6 +96,22 @@ class JaxModelRunner:
         self.counter.start()
         return self.info
 
+    def _place(self) -> Placement:
+        """The devices that the user asked for."""
+        parallel = self.config.parallel_config
+        if parallel.num_devices == 1:
+            return Placement()
+        tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+        available = jax.device_count()
+        if parallel.num_devices > available:
+            fitting = [f"-tp {t} -dp {available // t}" for t in range(1, available + 1) if available % t == 0]
+            raise ConfigError(
+                f"tensor_parallel_size {tensor} x data_parallel_size {data} needs {parallel.num_devices} devices, but "
+                f"there are {available}. All of them are used by: {', '.join(fitting)}.",
+                param="tensor_parallel_size" if data == 1 else "data_parallel_size",
+            )
+        return Placement(make_mesh(tensor, data_parallel_size=data))
+
     def _compute_dtype(self, hf_config: dict[str, Any]) -> Any:
         name = self.config.model_config.dtype
         if name == "auto":
@@ -100,11 +122,20 @@ class JaxModelRunner:
 
     def _build_model(self, hf_config: dict[str, Any]) -> Model:
         """The model on the best attention backend that can serve it; which one that is depends on its heads."""
-        make = partial(build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype)
+        parallel = self.config.parallel_config
+        devices = parallel.tensor_parallel_size
+        make = partial(
+            build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype, tensor_parallel_size=devices,
+            data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
+            sequence_parallel=parallel.sequence_parallel,
+        )  # fmt: skip
         portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
-        self.specs = portable.kv_cache_specs(self.cache_dtype.name)
+        self.specs = [
+            replace(spec, num_kv_heads=spec.num_kv_heads // devices)
+            for spec in portable.kv_cache_specs(self.cache_dtype.name)
+        ]
         sizes = AttentionSizes(
-            num_heads=portable.num_heads,
+            num_heads=portable.num_heads // devices,
             num_kv_heads=self.specs[0].num_kv_heads,
             head_size=self.specs[0].head_size,
             block_size=self.block_size,
@@ -142,15 +173,17 @@ class JaxModelRunner:
             logger.info("Making %.0f MiB of random weights", size)
             from jaxserve.weights.dummy import dummy_params
 
-            self.params = dummy_params(self.model.specs, seed=model.seed)
+            mesh, rules = self.placement.mesh, self.model.context.rules
+            self.params = dummy_params(self.model.specs, seed=model.seed, mesh=mesh, rules=rules)
         else:
-            if model.load_format not in ("auto", {"hf": "safetensors", "gguf": "gguf"}[files.format]):
+            if model.load_format not in ("auto", WEIGHT_FORMATS.get(files.format, files.format)):
                 raise ConfigError(
                     f"load_format is {model.load_format!r}, but {files.path} holds {files.format} weights.",
                     param="load_format",
                 )
             logger.info("Loading %s (%.0f MiB as %s)", files.path.name, size, self.dtype.name)
-            self.params = load_params(self.model.specs, self.model.weight_map, files)
+            mesh, rules = self.placement.mesh, self.model.context.rules
+            self.params = load_params(self.model.specs, self.model.weight_map, files, mesh=mesh, rules=rules)
         jax.block_until_ready(self.params)
         self._note("weights", started)
 
@@ -214,7 +247,7 @@ class JaxModelRunner:
                 param="max_model_len",
             )
         wanted = None if asked == "auto" else (asked or longest)
-        budget = device_budget(jax.local_devices()[0], cache.gpu_memory_utilization, temporaries)
+        budget = device_budget(self.placement.local_devices, cache.gpu_memory_utilization, temporaries)
         if budget is not None:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
             budget = replace(budget, in_use=budget.in_use + state)
@@ -242,6 +275,8 @@ class JaxModelRunner:
                 for spec in self.specs
             ),
             kv_cache_dtype=self.cache_dtype,
+            num_ranks=self.placement.num_ranks,
+            block_axis=self.backend.block_axis(),
         )
         variants = step_variants(self.builder.table, self._style)
         fixed = [variant.bucket for variant in variants if variant.fixed]
@@ -250,47 +285,47 @@ class JaxModelRunner:
             decode_input=max((self.builder.layouts[bucket].size for bucket in fixed), default=0),
             decode_rows=max((bucket.num_rows for bucket in fixed), default=0),
         )
-        return StepPrograms(self.model, self.builder, shapes, self.params, variants, self._program_store())
+        return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
 
     def _program_store(self) -> ProgramStore:
         """What is on disk of programs for this model on this device."""
         description = repr((
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
-            sorted(map(repr, self.model.attention_options)),
+            sorted(map(repr, self.model.attention_options)), self.config.parallel_config,
         ))  # fmt: skip
-        return ProgramStore(self._program_folder, description)
+        return ProgramStore(self._program_folder, description, self.placement.devices)
 
     def _warm_up(self) -> None:
         """Allocate the state and run every program once on padding, with the arguments of serving."""
         started = time.monotonic()
         compiled = self.programs.compiled
-        self.state = self.programs.shapes.allocate_state()
+        self.state = self.placement.zeros(self.programs.state)
+        one, ranks = np.zeros(1, np.int32), self.placement.num_ranks
         for key in compiled:
             if isinstance(key, StepVariant):
                 hidden = self._warm_up_step(key)
                 if hidden is not None:
-                    hidden_states = compiled["slice_hidden", key.bucket.num_tokens](
-                        hidden, self._put(np.int32(0))
-                    )
-        score_ids = self._put(np.zeros(SCORE_CHUNK, np.int32))
+                    hidden_states = compiled["slice_hidden", key.bucket.num_tokens](hidden, self._put(0, one))
+        score_ids = self._put(0, np.zeros(SCORE_CHUNK, np.int32))
         jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))
-        self._patch(TablePatches([self.max_num_seqs], [0], [0]))
-        row = np.int32(self.max_num_seqs)
-        self._change_sampler("reset_row", row)
-        self._change_sampler("add_history", row, np.full(HISTORY_CHUNK, -1, np.int32), np.int32(0))
+        self._patch(0, TablePatches([self.max_num_seqs], [0], [0]))
+        row = np.full(1, self.max_num_seqs, np.int32)
+        self._change_sampler("reset_row", 0, row)
+        self._change_sampler("add_history", 0, row, np.full(HISTORY_CHUNK, -1, np.int32), one)
         for size in MASK_ROWS:
-            self._set_masks([], size)
+            self._set_masks(0, [], size)
         self._change_sampler(
-            "set_bias_row", row, np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+            "set_bias_row", 0, row, np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
         )
         jax.block_until_ready(self.state)
-        self.batch = InputBatch(self.max_num_seqs, self.model.vocab_size)
+        self._empty_batches()
         self._note("warm-up", started)
-        tokens = (self.num_blocks - 1) * self.block_size
-        cache_bytes = self.num_blocks * bytes_per_block(self.specs, self.block_size, self.backend)
+        tokens = ranks * (self.num_blocks - 1) * self.block_size
+        block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
+        cache_bytes = len(self.placement.devices) * self.num_blocks * block_bytes
         logger.info(
             "KV cache: %s tokens in %d blocks of %d (%.0f MiB), %.1f requests of %s tokens",
-            f"{tokens:,}", self.num_blocks - 1, self.block_size, cache_bytes / (1 << 20),
+            f"{tokens:,}", ranks * (self.num_blocks - 1), self.block_size, cache_bytes / (1 << 20),
             tokens / self.max_model_len, f"{self.max_model_len:,}",
         )  # fmt: skip
         self.info = RunnerInfo(
@@ -301,14 +336,27 @@ class JaxModelRunner:
             kv_cache_groups=[single_group(self.specs)],
             kv_cache_bytes=cache_bytes,
             num_programs=self.num_programs,
-            device=f"{jax.local_devices()[0].device_kind} ({self.platform})",
+            device=self._device_name(),
+            data_parallel_size=ranks,
         )
+
+    def _device_name(self) -> str:
+        name = f"{jax.local_devices()[0].device_kind} ({self.platform})"
+        count = len(self.placement.devices)
+        return name if count == 1 else f"{count} x {name}"
+
+    def _empty_batches(self) -> None:
+        """Rows of no request at all."""
+        ranks = range(self.placement.num_ranks)
+        self.batches = [InputBatch(self.max_num_seqs, self.model.vocab_size) for _ in ranks]
+        self._rank_of: dict[str, int] = {}
 
     def _warm_up_step(self, variant: StepVariant) -> jax.Array | None:
         """Run a step program on padding, its output read and not; its hidden states, if it has any."""
         hidden = None
         for with_logprobs in (False, True):
-            buffer = self._put(self.builder.padding(variant.bucket))
+            padding = self.builder.padding(variant.bucket)
+            buffer = self._put_all([padding] * self.placement.num_ranks)
             _, hidden, self.state = self.programs.run(
                 variant, self.params, self.state, buffer, with_logprobs=with_logprobs
             )
@@ -320,47 +368,72 @@ class JaxModelRunner:
 
     def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep:
         """Dispatch one step without waiting for it."""
-        batch = self.batch
         for request_id in (*scheduler_output.preempted_request_ids, *scheduler_output.finished_request_ids):
-            batch.remove(request_id)
+            self._batch_of(request_id).remove(request_id)
+            self._rank_of.pop(request_id, None)
         for request in scheduler_output.new_requests:
-            self._prepare_sampler(batch.add(request))
+            self._rank_of[request.request_id] = request.data_rank
+            self._prepare_sampler(request.data_rank, self.batches[request.data_rank].add(request))
         for request in scheduler_output.cached_requests:
-            batch.extend(request)
+            self._batch_of(request.request_id).extend(request)
         for request_id, token_ids in scheduler_output.appended_token_ids.items():
             self._append_tokens(request_id, token_ids)
         exhausted: set[str] = set()
-        if batch.masked or scheduler_output.token_masks:
+        if scheduler_output.token_masks or any(batch.masked for batch in self.batches):
             exhausted = self._update_masks(scheduler_output)
-        scores = bool(batch.scoring_prompt) and not batch.scoring_prompt.isdisjoint(
-            scheduler_output.num_scheduled_tokens
+        scheduled = scheduler_output.num_scheduled_tokens
+        scores = any(
+            batch.scoring_prompt and not batch.scoring_prompt.isdisjoint(scheduled) for batch in self.batches
         )
-        decode_only = not scores and scheduler_output.num_decode_rows == len(
-            scheduler_output.num_scheduled_tokens
-        )
-        step = self.builder.build(batch, scheduler_output, decode_only=decode_only)
-        self._patch(step.early_patches)
-        variant = self.programs.choose(step.bucket, features=Feature(step.features), decode_only=decode_only)
-        num_logprobs = self._num_logprobs(step)
+        decode_only = not scores and scheduler_output.num_decode_rows == len(scheduled)
+        steps = self._build(scheduler_output, decode_only=decode_only)
+        for rank, step in enumerate(steps):
+            self._patch(rank, step.early_patches)
+        features = Feature(functools.reduce(operator.or_, (step.features for step in steps)))
+        variant = self.programs.choose(steps[0].bucket, features=features, decode_only=decode_only)
+        num_logprobs = self._num_logprobs(steps)
         sampled, hidden, self.state = self.programs.run(
-            variant, self.params, self.state, self._put(step.buffer), with_logprobs=bool(num_logprobs)
-        )
+            variant, self.params, self.state, self._put_all([step.buffer for step in steps]),
+            with_logprobs=bool(num_logprobs),
+        )  # fmt: skip
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,
             sampled=sampled,
-            sampling_rows=self._sampling_rows(step, scheduler_output),
+            sampling_rows=self._sampling_rows(steps, scheduler_output),
             num_logprobs=num_logprobs,
-            prompts=self._score_prompts(step, hidden) if scores and hidden is not None else [],
+            prompts=self._score_prompts(steps, hidden) if scores and hidden is not None else [],
             on_tokens=self._read_tokens,
             exhausted=exhausted,
         )
         dispatched.start_copies()
         return dispatched
 
-    def _put(self, value: Any) -> jax.Array:
-        return jax.device_put(value)
+    def _batch_of(self, request_id: str) -> InputBatch:
+        """The rows that hold a request; rank 0's if none does."""
+        return self.batches[self._rank_of.get(request_id, 0)]
 
-    def _patch(self, patches: TablePatches) -> None:
+    def _build(self, scheduler_output: SchedulerOutput, *, decode_only: bool) -> list[StepBatch]:
+        """Each rank's buffer, all of one bucket."""
+        if self.placement.num_ranks == 1:
+            return [self.builder.build(self.batches[0], scheduler_output, decode_only=decode_only)]
+        parts = split_by_rank(scheduler_output, self._rank_of, self.placement.num_ranks)
+        bucket = self.builder.bucket_for(parts, decode_only=decode_only)
+        return [
+            self.builder.build(batch, part, decode_only=decode_only, bucket=bucket)
+            for batch, part in zip(self.batches, parts, strict=True)
+        ]
+
+    def _put_all(self, parts: list[np.ndarray]) -> jax.Array:
+        """Send what each rank is told."""
+        return self.placement.put(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def _put(self, rank: int, value: np.ndarray, idle: int = 0) -> jax.Array:
+        """Send something to one rank; the others get ``idle`` throughout."""
+        parts = [np.full_like(value, idle)] * self.placement.num_ranks
+        parts[rank] = value
+        return self._put_all(parts)
+
+    def _patch(self, rank: int, patches: TablePatches) -> None:
         """Send block table entries that do not fit into a step's buffer."""
         for start in range(0, len(patches.rows), PATCH_CHUNK):
             rows = np.full(PATCH_CHUNK, self.max_num_seqs, np.int32)
@@ -369,33 +442,42 @@ class JaxModelRunner:
             num = len(patches.rows[part])
             rows[:num], columns[:num] = patches.rows[part], patches.columns[part]
             blocks[:num] = patches.blocks[part]
-            self.state = self.programs.compiled["patch"](self.state, *map(self._put, (rows, columns, blocks)))
+            arrays = (
+                self._put(rank, rows, self.max_num_seqs),
+                self._put(rank, columns),
+                self._put(rank, blocks),
+            )
+            self.state = self.programs.compiled["patch"](self.state, *arrays)
 
-    def _change_sampler(self, name: str | tuple[str, int], *args: Any) -> None:
-        sampler = self.programs.compiled[name](self.state.sampler, *map(self._put, args))
-        self.state = replace(self.state, sampler=sampler)
+    def _change_sampler(
+        self, name: str | tuple[str, int], rank: int, rows: np.ndarray, *args: np.ndarray
+    ) -> None:
+        """Change a rank's rows of the sampler's state; the other ranks are told of a row that does not exist."""
+        arrays = (self._put(rank, rows, self.max_num_seqs), *(self._put(rank, value) for value in args))
+        self.state = replace(self.state, sampler=self.programs.compiled[name](self.state.sampler, *arrays))
 
-    def _prepare_sampler(self, state: RowState) -> None:
+    def _prepare_sampler(self, rank: int, state: RowState) -> None:
         """Bring a new row's history and bias to the device; most requests have neither."""
-        request, row = state.request, np.int32(state.row)
+        request, row = state.request, np.full(1, state.row, np.int32)
         params = request.sampling_params
         if params.needs_penalties:
-            self._change_sampler("reset_row", row)
+            self._change_sampler("reset_row", rank, row)
             split = request.num_prompt_tokens
             for is_output, token_ids in ((0, state.token_ids[:split]), (1, state.token_ids[split:])):
-                self._add_history(state.row, token_ids, is_output)
+                self._add_history(rank, state.row, token_ids, is_output)
         if params.logit_bias:
             ids, values = np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
             ids[: len(params.logit_bias)] = list(params.logit_bias)
             values[: len(params.logit_bias)] = list(params.logit_bias.values())
-            self._change_sampler("set_bias_row", row, ids, values)
+            self._change_sampler("set_bias_row", rank, row, ids, values)
 
-    def _add_history(self, row: int, token_ids: np.ndarray, is_output: int) -> None:
+    def _add_history(self, rank: int, row: int, token_ids: np.ndarray, is_output: int) -> None:
+        which, kind = np.full(1, row, np.int32), np.full(1, is_output, np.int32)
         for start in range(0, len(token_ids), HISTORY_CHUNK):
             chunk = np.full(HISTORY_CHUNK, -1, np.int32)
             part = token_ids[start : start + HISTORY_CHUNK]
             chunk[: len(part)] = part
-            self._change_sampler("add_history", np.int32(row), chunk, np.int32(is_output))
+            self._change_sampler("add_history", rank, which, chunk, kind)
 
     def _update_masks(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Send the token masks that changed for the rows that sample in this step.
@@ -403,9 +485,21 @@ class JaxModelRunner:
         Returns:
             Requests for which a grammar and other restrictions leave no token.
         """
-        batch, grammars = self.batch, scheduler_output.token_masks
-        changed: list[tuple[int, np.ndarray]] = []
         exhausted: set[str] = set()
+        for rank, batch in enumerate(self.batches):
+            changed = self._changed_masks(batch, scheduler_output, exhausted)
+            most = MASK_ROWS[-1]
+            for start in range(0, len(changed), most):
+                part = changed[start : start + most]
+                self._set_masks(rank, part, next(size for size in MASK_ROWS if size >= len(part)))
+        return exhausted
+
+    def _changed_masks(
+        self, batch: InputBatch, scheduler_output: SchedulerOutput, exhausted: set[str]
+    ) -> list[tuple[int, np.ndarray]]:
+        """(row, mask) of one rank's rows; requests that are left no token are added to ``exhausted``."""
+        grammars = scheduler_output.token_masks
+        changed: list[tuple[int, np.ndarray]] = []
         for request_id, state in batch.masked.items():
             if request_id not in scheduler_output.samples or request_id in grammars or state.mask is None:
                 continue
@@ -417,7 +511,10 @@ class JaxModelRunner:
             if bits is not None:
                 changed.append((state.row, bits))
         for request_id, mask in grammars.items():
-            state, words = batch.states[request_id], mask.words()
+            state = batch.states.get(request_id)
+            if state is None:
+                continue
+            words = mask.words()
             if state.mask is not None:
                 num_output_tokens = self._num_output_tokens(state, scheduler_output)
                 words = state.mask.bits(num_output_tokens, state.output_token_ids, words)
@@ -425,80 +522,98 @@ class JaxModelRunner:
                 exhausted.add(request_id)
             set_masked(batch.sampling, state.row, True)
             changed.append((state.row, words))
-        most = MASK_ROWS[-1]
-        for start in range(0, len(changed), most):
-            part = changed[start : start + most]
-            self._set_masks(part, next(size for size in MASK_ROWS if size >= len(part)))
-        return exhausted
+        return changed
 
     def _num_output_tokens(self, state: RowState, scheduler_output: SchedulerOutput) -> int:
         """Output tokens of a row before the one that this step samples."""
-        scheduled = scheduler_output.num_scheduled_tokens[state.request.request_id]
-        return int(self.batch.num_computed_tokens[state.row]) + scheduled - state.request.num_prompt_tokens
+        request_id = state.request.request_id
+        computed = self._batch_of(request_id).num_computed_tokens[state.row]
+        scheduled = scheduler_output.num_scheduled_tokens[request_id]
+        return int(computed) + scheduled - state.request.num_prompt_tokens
 
     def _append_tokens(self, request_id: str, token_ids: list[int]) -> None:
         """Take tokens that were not sampled here, all but the first, for a row that goes on."""
-        state = self.batch.append(request_id, token_ids)
+        state = self._batch_of(request_id).append(request_id, token_ids)
         if state.request.sampling_params.needs_penalties:
-            self._add_history(state.row, np.asarray(token_ids[1:], np.int32), is_output=1)
+            rank = self._rank_of[request_id]
+            self._add_history(rank, state.row, np.asarray(token_ids[1:], np.int32), is_output=1)
 
-    def _set_masks(self, masks: list[tuple[int, np.ndarray]], size: int) -> None:
+    def _set_masks(self, rank: int, masks: list[tuple[int, np.ndarray]], size: int) -> None:
         rows = np.full(size, self.max_num_seqs, np.int32)
         bits = np.zeros((size, mask_words(self.model.vocab_size)), np.int32)
         for index, (row, words) in enumerate(masks):
             rows[index], bits[index] = row, words
-        self._change_sampler(("set_mask_rows", size), rows, bits)
+        self._change_sampler(("set_mask_rows", size), rank, rows, bits)
 
-    def _sampling_rows(self, step: StepBatch, scheduler_output: SchedulerOutput) -> list[tuple[int, str]]:
-        num_decode, ids = scheduler_output.num_decode_rows, step.request_ids
-        rows = list(enumerate(ids[:num_decode]))
+    def _sampling_rows(
+        self, steps: list[StepBatch], scheduler_output: SchedulerOutput
+    ) -> list[tuple[int, str]]:
+        """(row of the step's output, request id) of every request that samples."""
         samples = scheduler_output.samples
-        return rows + [(i, ids[i]) for i in range(num_decode, len(ids)) if ids[i] in samples]
-
-    def _num_logprobs(self, step: StepBatch) -> dict[str, int]:
-        if not step.features & Feature.LOGPROBS:
-            return {}
-        params = ((i, self.batch.states[i].request.sampling_params) for i in step.request_ids)
-        return {i: p.logprobs for i, p in params if p.logprobs is not None}
-
-    def _score_prompts(self, step: StepBatch, hidden: jax.Array) -> list[ScoredPrompt]:
-        """Score the prompt tokens that follow each position computed in this step."""
-        prompts: list[ScoredPrompt] = []
-        for index, request_id in enumerate(step.request_ids):
-            if request_id not in self.batch.scoring_prompt:
-                continue
-            state = self.batch.states[request_id]
-            start, stop = int(step.starts[index]), int(step.starts[index + 1])
-            first = int(self.batch.num_computed_tokens[state.row]) - (stop - start)
-            targets = _prompt_tokens(state.request, state.token_ids)[first + 1 : first + 1 + stop - start]
-            chunks = [
-                self._score(hidden, start + offset, targets[offset : offset + SCORE_CHUNK])
-                for offset in range(0, len(targets), SCORE_CHUNK)
+        by_rank = scheduler_output.num_decode_rows_by_rank or (scheduler_output.num_decode_rows,)
+        rows: list[tuple[int, str]] = []
+        for rank, step in enumerate(steps):
+            first, num_decode = rank * step.bucket.num_rows, by_rank[rank] if len(steps) > 1 else by_rank[0]
+            rows += [
+                (first + index, request_id)
+                for index, request_id in enumerate(step.request_ids)
+                if index < num_decode or request_id in samples
             ]
-            num_top = state.request.sampling_params.prompt_logprobs
-            assert num_top is not None
-            prompts.append(ScoredPrompt(request_id, targets, num_top, chunks))
-        return prompts
+        return rows
 
-    def _score(self, hidden: jax.Array, start: int, targets: np.ndarray) -> Any:
+    def _num_logprobs(self, steps: list[StepBatch]) -> dict[str, int]:
+        wanted: dict[str, int] = {}
+        for batch, step in zip(self.batches, steps, strict=True):
+            if step.features & Feature.LOGPROBS:
+                params = ((i, batch.states[i].request.sampling_params) for i in step.request_ids)
+                wanted |= {i: p.logprobs for i, p in params if p.logprobs is not None}
+        return wanted
+
+    def _score_prompts(self, steps: list[StepBatch], hidden: jax.Array) -> list[ScoredPrompt]:
+        """Score the prompt tokens that follow each position computed in this step."""
+        return [
+            self._score_prompt(rank, step, index, hidden)
+            for rank, step in enumerate(steps)
+            for index, request_id in enumerate(step.request_ids)
+            if request_id in self.batches[rank].scoring_prompt
+        ]
+
+    def _score_prompt(self, rank: int, step: StepBatch, index: int, hidden: jax.Array) -> ScoredPrompt:
+        batch, request_id = self.batches[rank], step.request_ids[index]
+        state = batch.states[request_id]
+        start, stop = int(step.starts[index]), int(step.starts[index + 1])
+        first = int(batch.num_computed_tokens[state.row]) - (stop - start)
+        targets = _prompt_tokens(state.request, state.token_ids)[first + 1 : first + 1 + stop - start]
+        chunks = [
+            self._score(rank, hidden, step.bucket, start + offset, targets[offset : offset + SCORE_CHUNK])
+            for offset in range(0, len(targets), SCORE_CHUNK)
+        ]
+        num_top = state.request.sampling_params.prompt_logprobs
+        assert num_top is not None
+        return ScoredPrompt(request_id, targets, num_top, chunks, rank * SCORE_CHUNK)
+
+    def _score(self, rank: int, hidden: jax.Array, bucket: Bucket, start: int, targets: np.ndarray) -> Any:
         padded = np.zeros(SCORE_CHUNK, np.int32)
         padded[: len(targets)] = targets
         compiled = self.programs.compiled
-        states = compiled["slice_hidden", hidden.shape[0]](hidden, self._put(np.int32(start)))
-        return compiled["score"](self.params, states, self._put(padded))
+        states = compiled["slice_hidden", bucket.num_tokens](
+            hidden, self._put(rank, np.full(1, start, np.int32))
+        )
+        return compiled["score"](self.params, states, self._put(rank, padded))
 
     def _read_tokens(self, sampled: dict[str, list[int]]) -> None:
         """Keep what requests with a token mask sampled: their next mask may depend on it."""
-        for request_id, state in self.batch.masked.items():
-            state.output_token_ids += sampled.get(request_id, ())
+        for batch in self.batches:
+            for request_id, state in batch.masked.items():
+                state.output_token_ids += sampled.get(request_id, ())
 
     # --- end ------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """After a step failed: start again from empty rows and, where the step took it along, an empty cache."""
-        self.batch = InputBatch(self.max_num_seqs, self.model.vocab_size)
+        self._empty_batches()
         jax.tree.map(lambda leaf: None if leaf.is_deleted() else leaf.delete(), self.state)
-        self.state = self.programs.shapes.allocate_state()
+        self.state = self.placement.zeros(self.programs.state)
 
     def num_compilations(self) -> int:
         """Compilations since ``initialize`` returned."""

@@ -24,6 +24,8 @@ class ScoredPrompt:
     token_ids: np.ndarray
     num_top: int
     chunks: list[LogprobArrays]
+    first_row: int = 0
+    """Of each chunk: those before are other ranks'."""
 
 
 @dataclass
@@ -102,5 +104,6 @@ def _read_prompt(prompt: ScoredPrompt) -> list[TokenLogprobs]:
     for index, chunk in enumerate(prompt.chunks):
         host = jax.tree.map(np.asarray, chunk)
         tokens = prompt.token_ids[index * SCORE_CHUNK : (index + 1) * SCORE_CHUNK].tolist()
-        scored += [token_logprobs(host, row, token, prompt.num_top) for row, token in enumerate(tokens)]
+        rows = range(prompt.first_row, prompt.first_row + len(tokens))
+        scored += [token_logprobs(host, row, token, prompt.num_top) for row, token in zip(rows, tokens)]
     return scored

@@ -14,17 +14,22 @@ from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.placement import BY_RANK, REPLICATED, Placement, cache_spec
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.step_program import (
     PATCH_CHUNK,
     SCORE_CHUNK,
     DecodeBuffers,
     DeviceState,
+    StepOutput,
+    add_row_history,
     patch_block_tables,
     put_step_input,
+    reset_rows,
     run_decode_step,
     run_step,
     score_prompt,
+    set_row_bias,
     slice_hidden,
     take_sampled,
 )
@@ -33,14 +38,15 @@ from jaxserve.sampling.logprobs import LogprobArrays
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from jaxserve.sampling.sampler import SamplerOutput
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
-from pallas_kernels.kv_cache_update.quantized import abstract_cache
+from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
 
 Abstract = jax.ShapeDtypeStruct
+ONE_DEVICE = Placement()
 
 
 @dataclass(frozen=True)
 class ProgramShapes:
-    """All sizes that the programs are compiled for."""
+    """All sizes that the programs are compiled for, as one device of one rank has them."""
 
     max_num_seqs: int
     vocab_size: int
@@ -54,9 +60,29 @@ class ProgramShapes:
     """Elements of the largest input of a decode step with fixed addresses."""
     decode_rows: int = 0
     """Rows of the largest such step."""
+    num_ranks: int = 1
+    """Data parallel ranks: every device holds what all of them sampled."""
+    block_axis: int = 1
+    """Of ``kv_cache_shapes``."""
+    split_kv_heads: bool = True
+    """Tensor-parallel devices hold other heads each, not the same latent."""
 
-    def abstract_state(self) -> DeviceState:
-        """Shapes of what lives on the device."""
+    def state_specs(self) -> DeviceState:
+        """How what lives on the devices lies on a mesh: a PartitionSpec for each leaf."""
+        values = cache_spec(self.block_axis, split_heads=self.split_kv_heads)
+        scales = cache_spec(0, split_heads=self.split_kv_heads)
+        local = self.local_state()
+        return DeviceState(
+            kv_caches=[
+                ScaledCache(values, scales) if isinstance(cache, ScaledCache) else values for cache in local.kv_caches
+            ],
+            block_tables=BY_RANK,
+            sampler=jax.tree.map(lambda _: BY_RANK, local.sampler),
+            decode=DecodeBuffers(BY_RANK, jax.tree.map(lambda _: REPLICATED, local.decode.sampled)),
+        )  # fmt: skip
+
+    def local_state(self) -> DeviceState:
+        """Shapes of what lives on one device."""
         return DeviceState(
             kv_caches=[
                 abstract_cache(shape, self.kv_cache_dtype, self.num_blocks, self.block_size)
@@ -68,15 +94,12 @@ class ProgramShapes:
         )
 
     def _sampled(self) -> SamplerOutput:
-        rows, top = (self.decode_rows,), (self.decode_rows, self.max_logprobs)
+        all_rows = self.num_ranks * self.decode_rows
+        rows, top = (all_rows,), (all_rows, self.max_logprobs)
         logprobs = LogprobArrays(
             Abstract(rows, jnp.float32), Abstract(rows, jnp.int32), Abstract(top, jnp.int32), Abstract(top, jnp.float32)
         )  # fmt: skip
         return SamplerOutput(Abstract(rows, jnp.int32), logprobs)
-
-    def allocate_state(self) -> DeviceState:
-        """Zeros in these shapes: uninitialised memory may hold NaN, which masking does not stop."""
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state())
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,7 @@ class StepPrograms:
             (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for fixed decode steps
             ``("put_step_input", T)`` and ``("take_sampled", T, with logprobs)``.
         store: where programs are kept between starts.
+        state: shapes and shardings of what lives on the devices.
     """
 
     def __init__(
@@ -146,30 +170,43 @@ class StepPrograms:
         model: Model,
         builder: BatchBuilder,
         shapes: ProgramShapes,
-        params: Any,
         variants: list[StepVariant],
         store: ProgramStore,
+        placement: Placement = ONE_DEVICE,
     ) -> None:
         self.model, self.builder, self.shapes = model, builder, shapes
-        self.variants, self.store = variants, store
-        self._params = jax.tree.map(lambda x: Abstract(x.shape, x.dtype), params)
+        self.variants, self.store, self.placement = variants, store, placement
+        self._params = model.abstract_params(placement.mesh)
+        self._param_specs = model.partition_specs()
+        self._state_specs = shapes.state_specs()
+        self.state = placement.abstract(shapes.local_state(), self._state_specs)
         self.compiled: dict[Any, Any] = {}
 
     def lower_step(self, variant: StepVariant) -> jax.stages.Lowered:
         """Trace and lower one step."""
+        program, arguments = self.step(variant)
+        return program.lower(*arguments)
+
+    def step(self, variant: StepVariant) -> tuple[Any, tuple[Any, ...]]:
+        """One step as a jitted function, and its abstract arguments: for whoever lowers it for another platform."""
         layout = self.builder.layouts[variant.bucket]
         options: dict[str, Any] = {
             "model": self.model, "layout": layout, "num_slots": self.shapes.num_blocks * self.shapes.block_size,
             "max_logprobs": self.shapes.max_logprobs, "features": variant.features,
         }  # fmt: skip
-        state = self.shapes.abstract_state()
+        specs = (self._param_specs, self._state_specs)
         if variant.fixed:
             step = partial(run_decode_step, **options)
-            return jax.jit(step, donate_argnums=(1,)).lower(self._params, state)
+            return self.placement.jit(step, specs, specs[1], donate=(1,)), (self._params, self.state)
         step = partial(run_step, **options, decode_only=variant.decode_only)
-        return jax.jit(step, donate_argnums=(1,)).lower(
-            self._params, state, Abstract((layout.size,), jnp.int32)
+        program = self.placement.jit(
+            step, (*specs, BY_RANK), (StepOutput(REPLICATED, BY_RANK), specs[1]), donate=(1,)
         )
+        return program, (self._params, self.state, self._by_rank((layout.size,)))
+
+    def _by_rank(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Abstract:
+        """An argument of which every rank has its own."""
+        return self.placement.abstract(Abstract(shape, dtype), BY_RANK)
 
     def temporaries(self) -> int:
         """Bytes that the largest program needs beside its arguments."""
@@ -187,58 +224,69 @@ class StepPrograms:
         return (program, self.shapes, self.builder.max_num_seqs)
 
     def _lower_state_programs(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        state = self.shapes.abstract_state()
-        sampler = state.sampler
-        scalar = Abstract((), jnp.int32)
-        int32 = partial(Abstract, dtype=jnp.int32)
         words = mask_words(self.shapes.vocab_size)
-        bias = sampler_state.MAX_LOGIT_BIAS
-        history = int32((sampler_state.HISTORY_CHUNK,))
-        arguments: dict[Any, tuple[Callable[..., Any], tuple[Abstract, ...]]] = {
-            "reset_row": (sampler_state.reset_row, (scalar,)),
-            "add_history": (sampler_state.add_history, (scalar, history, scalar)),
-            "set_bias_row": (
-                sampler_state.set_bias_row,
-                (scalar, int32((bias,)), Abstract((bias,), jnp.float32)),
+        bias = (sampler_state.MAX_LOGIT_BIAS,)
+        one, history = (1,), (sampler_state.HISTORY_CHUNK,)
+        lower = partial(self._lower_change, self._state_specs.sampler, self.state.sampler)
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {
+            "reset_row": partial(lower, reset_rows, (one,)),
+            "add_history": partial(lower, add_row_history, (one, history, one)),
+            "set_bias_row": partial(
+                lower, set_row_bias, (one, bias, bias), (jnp.int32, jnp.int32, jnp.float32)
             ),
         }
         for rows in sampler_state.MASK_ROWS:
-            masks = (int32((rows,)), int32((rows, words)))
-            arguments["set_mask_rows", rows] = (sampler_state.set_mask_rows, masks)
-        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {
-            name: partial(jax.jit(function, donate_argnums=(0,)).lower, sampler, *args)
-            for name, (function, args) in arguments.items()
-        }
-        patch = int32((PATCH_CHUNK,))
+            shapes = ((rows,), (rows, words))
+            lowerings["set_mask_rows", rows] = partial(lower, sampler_state.set_mask_rows, shapes)
+        patch = ((PATCH_CHUNK,),) * 3
         lowerings["patch"] = partial(
-            jax.jit(patch_block_tables, donate_argnums=(0,)).lower, state, patch, patch, patch
+            self._lower_change, self._state_specs, self.state, patch_block_tables, patch
         )
-        return lowerings | self._lower_decode_buffers(state.decode)
+        return lowerings | self._lower_decode_buffers(self.state.decode)
+
+    def _lower_change(
+        self,
+        specs: Any,
+        changed: Any,
+        function: Callable[..., Any],
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[Any, ...] = (),
+    ) -> jax.stages.Lowered:
+        """Lower what changes a part of the state, which is donated, by arguments of these shapes (int32) a rank."""
+        arguments = [
+            self._by_rank(shape, dtype)
+            for shape, dtype in zip(shapes, dtypes or (jnp.int32,) * len(shapes), strict=True)
+        ]
+        program = self.placement.jit(function, (specs, *(BY_RANK for _ in shapes)), specs, donate=(0,))
+        return program.lower(changed, *arguments)
 
     def _lower_decode_buffers(self, buffers: DecodeBuffers) -> dict[Any, Callable[[], jax.stages.Lowered]]:
         """What moves a fixed decode step's input in and its output out, for each of their buckets."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
         for bucket in {variant.bucket: None for variant in self.variants if variant.fixed}:
-            size = Abstract((self.builder.layouts[bucket].size,), jnp.int32)
-            put = jax.jit(put_step_input, donate_argnums=(0,))
-            lowerings["put_step_input", bucket.num_tokens] = partial(put.lower, buffers.step_input, size)
+            size = ((self.builder.layouts[bucket].size,),)
+            lowerings["put_step_input", bucket.num_tokens] = partial(
+                self._lower_change, BY_RANK, buffers.step_input, put_step_input, size
+            )
             for with_logprobs in (False, True):
-                take = jax.jit(partial(take_sampled, num_rows=bucket.num_rows, with_logprobs=with_logprobs))
+                rows = self.shapes.num_ranks * bucket.num_rows
+                take = partial(take_sampled, num_rows=rows, with_logprobs=with_logprobs)
+                program = self.placement.jit(take, (REPLICATED,), REPLICATED)
                 key = ("take_sampled", bucket.num_tokens, with_logprobs)
-                lowerings[key] = partial(take.lower, buffers.sampled)
+                lowerings[key] = partial(program.lower, buffers.sampled)
         return lowerings
 
     def _lower_slice(self, bucket: Bucket) -> jax.stages.Lowered:
-        return jax.jit(slice_hidden).lower(self._hidden(bucket.num_tokens), Abstract((), jnp.int32))
+        program = self.placement.jit(slice_hidden, (BY_RANK, BY_RANK), BY_RANK)
+        return program.lower(self._hidden(bucket.num_tokens), self._by_rank((1,)))
 
     def _lower_score(self) -> jax.stages.Lowered:
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
-        return jax.jit(score).lower(
-            self._params, self._hidden(SCORE_CHUNK), Abstract((SCORE_CHUNK,), jnp.int32)
-        )
+        program = self.placement.jit(score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED)
+        return program.lower(self._params, self._hidden(SCORE_CHUNK), self._by_rank((SCORE_CHUNK,)))
 
     def _hidden(self, num_tokens: int) -> Abstract:
-        return Abstract((num_tokens, self.model.hidden_size), self.model.dtype)
+        return self._by_rank((num_tokens, self.model.hidden_size), self.model.dtype)
 
     def choose(self, bucket: Bucket, *, features: Feature, decode_only: bool) -> StepVariant:
         """The most special program that can run a step.

@@ -6,16 +6,19 @@ What lives on the device between steps is ``DeviceState``; it is donated to ever
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.layers.params import DATA_AXIS, TENSOR_AXIS
 from jaxserve.models import Model
 from jaxserve.runner.step_layout import StepLayout
 from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata
 from jaxserve.sampling.sampler import SamplerOutput, sample
-from jaxserve.sampling.state import SamplerState
+from jaxserve.sampling.state import SamplerState, add_history, reset_row, set_bias_row
+from jaxserve.sampling.vocab_parallel import VocabParallel
 from pallas_kernels.dispatch import AttentionMetadata
 from pallas_kernels.kv_cache_update.quantized import KVCache
 
@@ -33,7 +36,7 @@ class DecodeBuffers:
     step_input: jax.Array
     """int32[the largest such step's layout]."""
     sampled: SamplerOutput
-    """For as many rows as the largest such step has."""
+    """For as many rows as the largest such step has, of all ranks."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +53,7 @@ class DeviceState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """Per batch row what was sampled, and the hidden states [T, M] that prompt scoring reads."""
+    """Per batch row of all ranks what was sampled, and this rank's hidden states [T, M], which prompt scoring reads."""
 
     sampled: SamplerOutput
     hidden: jax.Array
@@ -91,6 +94,19 @@ def attention_metadata(
     )
 
 
+def vocab_parallel(model: Model) -> VocabParallel | None:
+    """How the model's logits are split; None: they are not."""
+    devices = model.context.tensor_parallel_size
+    return None if devices == 1 else VocabParallel(model.vocab_size, devices, TENSOR_AXIS)
+
+
+def gather_ranks(values: Any, model: Model) -> Any:
+    """What each data parallel rank found, rank after rank, on every device: the host reads any of them."""
+    if model.context.data_parallel_size == 1:
+        return values
+    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, DATA_AXIS, tiled=True), values)
+
+
 def run_step(
     params: dict[str, jax.Array],
     state: DeviceState,
@@ -103,7 +119,7 @@ def run_step(
     features: Feature = ALL_FEATURES,
     decode_only: bool = False,
 ) -> tuple[StepOutput, DeviceState]:
-    """One whole step: embed, layers, logits of each row's last token, sampling.
+    """One whole step: embed, layers, logits of each row's last token, sampling. Of one rank, on one device.
 
     Args:
         params: the model's weights.
@@ -126,7 +142,12 @@ def run_step(
     last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
     logits = model.logits(params, last)
     sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
-    sampled, sampler = sample(logits, sampling, state.sampler, max_logprobs=max_logprobs, features=features)
+    split = vocab_parallel(model)
+    sampler_of = sample if split is None else split.sample
+    sampled, sampler = sampler_of(
+        logits, sampling, state.sampler, max_logprobs=max_logprobs, features=features
+    )
+    sampled = gather_ranks(sampled, model)
     return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler, state.decode)
 
 
@@ -151,8 +172,8 @@ def run_decode_step(
         params, state, buffer, model=model, layout=layout, num_slots=num_slots, max_logprobs=max_logprobs,
         features=features, decode_only=True,
     )  # fmt: skip
-    rows = layout.bucket.num_rows
     before, sampled = state.decode.sampled, output.sampled
+    rows = sampled.token_ids.shape[0]
     if not features & Feature.LOGPROBS:
         kept = replace(before, token_ids=before.token_ids.at[:rows].set(sampled.token_ids))
     else:
@@ -180,14 +201,33 @@ def patch_block_tables(
     return replace(state, block_tables=set_block_tables(state.block_tables, rows, columns, blocks))
 
 
+def reset_rows(state: SamplerState, row: jax.Array) -> SamplerState:
+    """``reset_row``. Like all that a rank is told, the row comes as an array, int32[1]."""
+    return reset_row(state, row[0])
+
+
+def add_row_history(
+    state: SamplerState, row: jax.Array, token_ids: jax.Array, is_output: jax.Array
+) -> SamplerState:
+    """``add_history`` with int32[1] for its scalars."""
+    return add_history(state, row[0], token_ids, is_output[0])
+
+
+def set_row_bias(state: SamplerState, row: jax.Array, ids: jax.Array, values: jax.Array) -> SamplerState:
+    """``set_bias_row`` with int32[1] for its scalar."""
+    return set_bias_row(state, row[0], ids, values)
+
+
 def slice_hidden(hidden: jax.Array, start: jax.Array) -> jax.Array:
-    """[T, M] -> the SCORE_CHUNK states from ``start``; positions past the end repeat the last one."""
-    index = jnp.minimum(start + jnp.arange(SCORE_CHUNK), hidden.shape[0] - 1)
+    """[T, M] -> the SCORE_CHUNK states from ``start`` (int32[1]); positions past the end repeat the last one."""
+    index = jnp.minimum(start[0] + jnp.arange(SCORE_CHUNK), hidden.shape[0] - 1)
     return hidden[index]
 
 
 def score_prompt(
     params: dict[str, jax.Array], hidden: jax.Array, token_ids: jax.Array, *, model: Model, max_logprobs: int
 ) -> LogprobArrays:
-    """Log probabilities of the prompt tokens that follow SCORE_CHUNK positions."""
-    return compute_logprobs(model.logits(params, hidden), token_ids, max_logprobs)
+    """Log probabilities of the prompt tokens that follow SCORE_CHUNK positions of each rank."""
+    split = vocab_parallel(model)
+    score = compute_logprobs if split is None else split.logprobs
+    return gather_ranks(score(model.logits(params, hidden), token_ids, max_logprobs), model)

@@ -61,25 +61,44 @@ def sample(
         the output, and the state with ``last_token_ids`` (and the output's counts, where the program knows of
         penalties) updated. A row of which nothing could be sampled (token -1) is remembered as token 0.
     """
+    features = Feature.NONE if greedy_only else features
+    output = choose(logits, metadata, state, max_logprobs=max_logprobs, features=features)
+    return output, remember(output, metadata, state, features)
+
+
+def choose(
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    state: SamplerState,
+    *,
+    max_logprobs: int,
+    features: Feature,
+) -> SamplerOutput:
+    """``sample`` without remembering."""
     num_rows, vocab_size = logits.shape
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"Vocabularies of up to {MAX_VOCAB} tokens can be sampled, not {vocab_size}.")
-    features = Feature.NONE if greedy_only else features
     branch = functools.partial(_branch, features, metadata)
     # Outside of the branches, and so computed once: XLA would fuse them into whatever reads them.
     bits = random_bits(metadata, 0)
-    choose = functools.partial(_choose, features, metadata, state, bits)
-    token_ids = branch(ALL_FEATURES & ~Feature.LOGPROBS, choose, _greedy, logits)
-    remembered = jnp.maximum(token_ids, 0)
+    process = functools.partial(_process, features, metadata, state, bits)
+    token_ids = branch(ALL_FEATURES & ~Feature.LOGPROBS, process, _greedy, logits)
     logprobs = branch(
         Feature.LOGPROBS,
         lambda logits, ids: compute_logprobs(logits, ids, max_logprobs),
         lambda logits, ids: no_logprobs(num_rows, max_logprobs),
         logits,
-        remembered,
+        jnp.maximum(token_ids, 0),
     )
-    state = record_tokens(state, metadata.row_ids, remembered, count=bool(features & Feature.PENALTY))
-    return SamplerOutput(token_ids, logprobs), state
+    return SamplerOutput(token_ids, logprobs)
+
+
+def remember(
+    output: SamplerOutput, metadata: SamplingMetadata, state: SamplerState, features: Feature
+) -> SamplerState:
+    """Note what the rows sampled, and count it where the program knows of penalties."""
+    token_ids = jnp.maximum(output.token_ids, 0)
+    return record_tokens(state, metadata.row_ids, token_ids, count=bool(features & Feature.PENALTY))
 
 
 def _branch(
@@ -112,7 +131,7 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return lax.platform_dependent(logits, cpu=by_chunks, default=at_once)
 
 
-def _choose(
+def _process(
     features: Feature, metadata: SamplingMetadata, state: SamplerState, bits: Bits, logits: jax.Array
 ) -> jax.Array:
     """int32[R]: processed, then greedy or random as each row asks."""

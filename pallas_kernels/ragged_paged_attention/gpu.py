@@ -150,8 +150,8 @@ class GpuBackend:
         """Keys, then values: [2, num_blocks, K, block_size, stored head size]. Fill it with zeros or anything."""
         return (2, num_blocks, num_kv_heads, block_size, stored_head_size(head_size))
 
-    def kv_head_axis(self) -> int:
-        return 2
+    def block_axis(self) -> int:
+        return 1
 
     def prepare(
         self,

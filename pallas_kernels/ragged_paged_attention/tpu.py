@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.kv_cache_update.quantized import (
     FLOAT8,
@@ -91,16 +90,11 @@ class TpuAttentionBackend:
 
     Args:
         generation: ``v5e``, ``v5p``, ``v6e``, ``tpu7x`` or a device kind that the tuning table knows.
-        mesh: where tensor parallelism splits heads over ``axis``: the kernels run per device inside ``shard_map``.
-            None for one device.
-        axis: the mesh axis of KV heads.
         interpret: ``pltpu.InterpretParams`` runs the kernels on a CPU.
         tiles: instead of the tuning table's choice.
     """
 
     generation: str
-    mesh: Mesh | None = None
-    axis: str = "model"
     interpret: Any = False
     tiles: Tiles | None = None
     name = "tpu"
@@ -112,9 +106,8 @@ class TpuAttentionBackend:
         parts, lanes = _stored(head_size)
         return (num_blocks, parts, num_kv_heads, block_size, lanes)
 
-    def kv_head_axis(self) -> int:
-        """K's."""
-        return 2
+    def block_axis(self) -> int:
+        return 0
 
     def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
         """The kernel reads the batch's own arrays: nothing to work out."""
@@ -146,21 +139,7 @@ class TpuAttentionBackend:
         if sinks is None:
             sinks = jnp.full(num_heads, MASKED, jnp.float32)
 
-        def local(q, k, v, kv_cache, metadata, sinks):
-            return self._on_device(q, k, v, kv_cache, metadata, options, sinks)
-
-        if self.mesh is None or self.mesh.shape[self.axis] == 1:
-            return local(q, k, v, kv_cache, metadata, sinks)
-        heads = PartitionSpec(None, self.axis)
-        cache = jax.tree.map(lambda _: PartitionSpec(None, None, self.axis), kv_cache)
-        whole = jax.tree.map(lambda _: PartitionSpec(), metadata)
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(heads, heads, heads, cache, whole, PartitionSpec(self.axis)),
-            out_specs=(heads, cache),
-            check_vma=False,
-        )(q, k, v, kv_cache, metadata, sinks)
+        return self._on_device(q, k, v, kv_cache, metadata, options, sinks)
 
     def _on_device(
         self,
@@ -213,13 +192,13 @@ class TpuAttentionBackend:
         return out.astype(q.dtype), values if scales is None else ScaledCache(values, scales)
 
 
-def tpu_backend(device: jax.Device, mesh: Mesh | None = None) -> TpuAttentionBackend:
+def tpu_backend(device: jax.Device) -> TpuAttentionBackend:
     """The backend of a TPU.
 
     Raises:
         ValueError: for a generation that the tuning table does not list.
     """
-    return TpuAttentionBackend(generation_of(device.device_kind), mesh)
+    return TpuAttentionBackend(generation_of(device.device_kind))
 
 
 def _compute_type(dtype: Any, kv_dtype: Any) -> Any:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from model_harness import OracleBackend
 
 from jaxserve.errors import ConfigError
@@ -14,6 +15,7 @@ from jaxserve.layers.linear import contract, linear
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext
+from sharding import make_mesh
 
 pytestmark = pytest.mark.device
 CONTEXT = LayerContext(np.dtype(np.float32), OracleBackend())
@@ -72,17 +74,25 @@ def test_padded_vocab_size(vocab: int, size: int, rows: int) -> None:
     assert padded_vocab_size(vocab, size) == rows
 
 
-def test_embedding_and_tied_logits_leave_padding_rows_out() -> None:
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)")
+def test_embedding_and_tied_logits_split_over_devices() -> None:
     context = LayerContext(np.dtype(np.float32), OracleBackend(), tensor_parallel_size=4)
     table = RANDOM.standard_normal((12, 6)).astype(np.float32)
-    embedding = bound(Embedding(10, 6, context), weight=table)
-    np.testing.assert_array_equal(embedding(jnp.asarray([9, 0])), table[[9, 0]])
     hidden = RANDOM.standard_normal((2, 6)).astype(np.float32)
-    logits = embedding.logits(jnp.asarray(hidden))
-    assert logits.shape == (2, 10)
-    np.testing.assert_allclose(logits, hidden @ table[:10].T, rtol=1e-4, atol=1e-5)
-    head = bound(LMHead(10, 6, context), weight=table)
-    np.testing.assert_allclose(head.logits(jnp.asarray(hidden)), logits, rtol=1e-4, atol=1e-5)
+
+    def both(rows: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        embedding, head = Embedding(10, 6, context), LMHead(10, 6, context)
+        embedding.weight = head.weight = nnx.Param(rows)
+        return embedding(jnp.asarray([9, 0])), embedding.logits(hidden) + head.logits(hidden)
+
+    specs = (PartitionSpec("model"), PartitionSpec())
+    split = jax.shard_map(
+        both, mesh=make_mesh(4), in_specs=specs, out_specs=(PartitionSpec(), PartitionSpec(None, "model")),
+        check_vma=False,
+    )  # fmt: skip
+    vectors, logits = split(table, hidden)
+    np.testing.assert_array_equal(vectors, table[[9, 0]])
+    np.testing.assert_allclose(logits, 2 * hidden @ table.T, rtol=1e-4, atol=1e-5)
 
 
 def test_logits_are_float32_whatever_the_weights() -> None:
@@ -96,9 +106,9 @@ def test_gated_mlp() -> None:
     down = RANDOM.standard_normal((10, 6)).astype(np.float32)
     x = RANDOM.standard_normal((3, 6)).astype(np.float32)
     gate_bias, up_bias = RANDOM.standard_normal((2, 10)).astype(np.float32)
-    biases = {"gate_up_bias": np.concatenate([gate_bias, up_bias]), "down_bias": np.ones(6, np.float32)}
+    biases = {"gate_up_bias": np.stack([gate_bias, up_bias]), "down_bias": np.ones(6, np.float32)}
     mlp = GatedMLP(6, 10, CONTEXT, bias=True)
-    mlp = bound(mlp, gate_up=np.concatenate([gate, up], 1).T, down=down.T, **biases)
+    mlp = bound(mlp, gate_up=np.stack([gate.T, up.T]), down=down.T, **biases)
     gated = x @ gate + gate_bias
     expected = (gated / (1 + np.exp(-gated)) * (x @ up + up_bias)) @ down + 1.0
     np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """Tensor parallelism changes no logits, and costs the expected collectives and nothing more."""
 
+import collections
 import re
 from pathlib import Path
 
@@ -23,10 +24,10 @@ pytestmark = [
 ]
 
 
-def load(folder: Path, size: int) -> tuple[Model, dict[str, jax.Array]]:
+def load(folder: Path, size: int, sequence_parallel: bool = False) -> tuple[Model, dict[str, jax.Array]]:
     files: ModelFiles = resolve_model(str(folder))
     mesh = make_mesh(size)
-    model = build(files.config, OracleBackend(), jnp.float32, size, mesh=mesh)
+    model = build(files.config, OracleBackend(), jnp.float32, size, sequence_parallel=sequence_parallel)
     return model, load_params(model.specs, model.weight_map, files, mesh=mesh)
 
 
@@ -44,7 +45,7 @@ def test_logits_do_not_depend_on_the_size(tmp_path: Path, family: str, size: int
     token_ids = [token % 318 for token in TOKEN_IDS]
     expected = sequence_logits(*load(folder, 1), token_ids, (24, 24), jnp.float32)
     model, params = load(folder, size)
-    found = sequence_logits(model, params, token_ids, (24, 24), jnp.float32)
+    found = sequence_logits(model, params, token_ids, (24, 24), jnp.float32, make_mesh(size))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     qkv = params["layers.0.attention.qkv"]
     assert qkv.addressable_shards[0].data.size * size == qkv.size
@@ -56,11 +57,28 @@ def test_two_all_reduces_a_layer(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_key_value_heads=4)
     model, _ = load(folder, 4)
     step, args = abstract_step(model, make_mesh(4), num_tokens=16)
-    text = jax.jit(step).lower(*args).compile().as_text()
-    collectives = re.findall(
-        r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)", text
-    )
+    collectives = collectives_of(step.lower(*args))
     assert collectives == ["all-reduce"] * (1 + 2 * 3)
+
+
+def collectives_of(lowered: jax.stages.Lowered) -> list[str]:
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= \S+ ({kinds})\(", lowered.compile().as_text())
+
+
+def test_shared_tokens_change_no_logits(tmp_path: Path) -> None:
+    """Sequence parallelism: sums become halves that meet again, and the logits stay."""
+    folder = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    token_ids = [(7 * i) % 300 for i in range(256)]
+    expected = sequence_logits(*load(folder, 1), token_ids, (256,), jnp.float32)
+    model, params = load(folder, 2, sequence_parallel=True)
+    found = sequence_logits(model, params, token_ids, (256,), jnp.float32, make_mesh(2))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    step, args = abstract_step(model, make_mesh(2), num_tokens=128)
+    kinds = collections.Counter(collectives_of(step.lower(*args)))
+    assert kinds == {"reduce-scatter": 1 + 2 * 3, "all-gather": 2 * 3 + 1}
+    step, args = abstract_step(model, make_mesh(2), num_tokens=64)
+    assert set(collectives_of(step.lower(*args))) == {"all-reduce"}
 
 
 @pytest.mark.parametrize(
@@ -74,12 +92,4 @@ def test_two_all_reduces_a_layer(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, size: int, overrides: dict, message: str) -> None:
     files = resolve_model(str(write_tiny_checkpoint(tmp_path, tokenizer=False, **overrides)))
     with pytest.raises(ConfigError, match=message):
-        build(files.config, OracleBackend(), jnp.float32, size, mesh=make_mesh(size))
-
-
-def test_a_size_needs_its_mesh(tmp_path: Path) -> None:
-    files = resolve_model(str(write_tiny_checkpoint(tmp_path, tokenizer=False)))
-    with pytest.raises(ConfigError, match="needs a mesh of that size, got no mesh"):
-        build(files.config, OracleBackend(), jnp.float32, 2)
-    with pytest.raises(ConfigError, match="got a mesh of 4"):
-        build(files.config, OracleBackend(), jnp.float32, 2, mesh=make_mesh(4))
+        build(files.config, OracleBackend(), jnp.float32, size)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from step_programs import step_programs
 
 from jaxserve.models import build
 from jaxserve.runner.buckets import Bucket
-from jaxserve.runner.programs import ProgramShapes
-from jaxserve.runner.step_layout import StepLayout
-from jaxserve.runner.step_program import run_step
+from jaxserve.runner.placement import Placement
+from jaxserve.runner.programs import StepVariant
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
@@ -159,41 +159,16 @@ def test_the_scales_of_an_int8_cache_are_not_copied():
 
 def lower_step(mesh: Mesh, generation: str, bucket: Bucket, num_layers: int, greedy_only: bool):
     """A whole step of an 8B Llama with so many layers, tensor-parallel over the mesh: what the runner compiles."""
-    devices = mesh.shape["model"]
-    backend = TpuAttentionBackend(generation, mesh)
-    model = build({**LLAMA_8B, "num_hidden_layers": num_layers}, backend, jnp.bfloat16, devices, mesh=mesh)
-    specs = model.kv_cache_specs()
-    shapes = ProgramShapes(
-        max_num_seqs=MAX_NUM_SEQS, vocab_size=model.vocab_size, max_logprobs=20, num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE, max_blocks_per_row=MAX_MODEL_LEN // BLOCK_SIZE,
-        kv_cache_shapes=tuple(
-            backend.kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_size) for spec in specs
-        ),
-        kv_cache_dtype=jnp.bfloat16,
+    backend = TpuAttentionBackend(generation)
+    config = {**LLAMA_8B, "num_hidden_layers": num_layers}
+    model = build(config, backend, jnp.bfloat16, mesh.shape["model"])
+    programs = step_programs(
+        model, backend, [bucket], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
+        max_blocks_per_row=MAX_MODEL_LEN // BLOCK_SIZE, placement=Placement(mesh),
     )  # fmt: skip
-    layout = StepLayout(bucket, BLOCK_SIZE, MAX_NUM_SEQS)
-    cache_axes = ["model" if axis == backend.kv_head_axis() else None for axis in range(5)]
-    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(*cache_axes))
-
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = split if leaf.shape in shapes.kv_cache_shapes else whole
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    state = jax.tree.map(place, shapes.abstract_state())
-    step = partial(
-        run_step,
-        model=model,
-        layout=layout,
-        num_slots=NUM_BLOCKS * BLOCK_SIZE,
-        max_logprobs=20,
-        features=Feature.NONE if greedy_only else ALL_FEATURES,
-        decode_only=bucket is DECODE,
-    )
-    buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=whole)
-    lowered = jax.jit(step, donate_argnums=1).lower(model.abstract_params(mesh), state, buffer)
-    shape = list(shapes.kv_cache_shapes[0])
-    shape[backend.kv_head_axis()] //= devices
-    return lowered, tuple(shape)
+    features = Feature.NONE if greedy_only else ALL_FEATURES
+    lowered = programs.lower_step(StepVariant(bucket, features, bucket is DECODE))
+    return lowered, programs.shapes.kv_cache_shapes[0]
 
 
 def compile_step(generation: str, bucket: Bucket, num_layers: int, greedy_only: bool = True) -> None:

@@ -277,9 +277,17 @@ def test_heads_split_over_a_mesh():
     batch, mesh = make_batch(case, tuple(MIXED), seed=5), make_mesh(2)
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
     expected = run(case, batch, sinks)
-    backend = TpuAttentionBackend("v5e", mesh, interpret=strict(), tiles=case.tiles)
-    split = jax.jit(functools.partial(backend.update_and_attend, options=case.options))
-    got = split(batch.q, batch.k, batch.v, to_tpu_layout(batch.kv_cache), batch.metadata, sinks=sinks)
+    backend = TpuAttentionBackend("v5e", interpret=strict(), tiles=case.tiles)
+    heads, cache = PartitionSpec(None, "model"), PartitionSpec(None, None, "model")
+
+    def layer(q, k, v, kv_cache, metadata, sinks):
+        return backend.update_and_attend(q, k, v, kv_cache, metadata, case.options, sinks)
+
+    specs = (heads, heads, heads, cache, PartitionSpec(), PartitionSpec("model"))
+    split = jax.jit(
+        jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(heads, cache), check_vma=False)
+    )
+    got = split(batch.q, batch.k, batch.v, to_tpu_layout(batch.kv_cache), batch.metadata, sinks)
     assert got[1].sharding.spec == PartitionSpec(None, None, "model")
     np.testing.assert_array_equal(got[1], expected[1])
     assert_close(got[0], expected[0], batch, 1e-6)

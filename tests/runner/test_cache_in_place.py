@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import pytest
+from step_programs import step_programs
 from tiny_checkpoints import BASE_CONFIG, LLAMA
 
 from jaxserve.models import build
-from jaxserve.runner.batch_builder import BatchBuilder
-from jaxserve.runner.buckets import BucketTable
-from jaxserve.runner.programs import ProgramShapes
-from jaxserve.runner.step_program import run_step
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.programs import StepVariant
 from jaxserve.sampling.metadata import Feature
 from pallas_kernels.dispatch import BlockedBackend
 
@@ -27,27 +24,13 @@ NUM_BLOCKS, BLOCK_SIZE, ROWS = 77, 16, 8
 def test_a_cpu_step_copies_no_cache(num_tokens):
     backend = BlockedBackend()
     model = build({**BASE_CONFIG, **LLAMA}, backend, jnp.float32, weight_first=True)
-    cache = [
-        backend.kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, s.num_kv_heads, s.head_size)
-        for s in model.kv_cache_specs()
-    ]
-    shapes = ProgramShapes(ROWS, model.vocab_size, 5, NUM_BLOCKS, BLOCK_SIZE, 16, tuple(cache), jnp.float32)
-    layouts = BatchBuilder(BucketTable.build(128, ROWS), BLOCK_SIZE, ROWS).layouts
-    layout = next(layout for bucket, layout in layouts.items() if bucket.num_tokens == num_tokens)
-    step = partial(
-        run_step,
-        model=model,
-        layout=layout,
-        num_slots=NUM_BLOCKS * BLOCK_SIZE,
-        max_logprobs=5,
-        features=Feature.NONE,
-    )
-    arguments = (
-        model.abstract_params(),
-        shapes.abstract_state(),
-        jax.ShapeDtypeStruct((layout.size,), jnp.int32),
-    )
-    text = jax.jit(step, donate_argnums=1).lower(*arguments).compile().as_text()
+    bucket = Bucket(num_tokens, min(num_tokens, ROWS))
+    programs = step_programs(
+        model, backend, [bucket], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=ROWS,
+        max_blocks_per_row=16,
+    )  # fmt: skip
+    cache = programs.shapes.kv_cache_shapes
+    text = programs.lower_step(StepVariant(bucket, Feature.NONE)).compile().as_text()
     shape = re.escape(f"f32[{','.join(map(str, cache[0]))}]")
     assert not re.findall(rf"= {shape}\S* copy\(.*", text)
     (aliases,) = re.findall(r"input_output_alias=\{(.*?) \}, entry", text)

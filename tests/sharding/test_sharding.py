@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding import DEFAULT_RULES, ParamSpec, ShardingRules, constrain, make_mesh, named_sharding
+from sharding import DEFAULT_RULES, ParamSpec, ShardingRules, make_mesh, named_sharding
 
 pytestmark = pytest.mark.device
 F32 = np.dtype(np.float32)
@@ -34,10 +34,10 @@ def test_unknown_axes_and_double_use_are_refused() -> None:
 
 def test_mesh() -> None:
     mesh = make_mesh(1)
-    assert dict(mesh.shape) == {"data": 1, "model": 1, "expert": 1}
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 1000, but \d+ device"):
+    assert dict(mesh.shape) == {"data": 1, "model": 1}
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 1000 is 1000, but \d+ device"):
         make_mesh(1000)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 0"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 0 is 0"):
         make_mesh(0)
 
 
@@ -45,6 +45,15 @@ def test_mesh() -> None:
 def test_mesh_takes_the_devices_it_is_given() -> None:
     devices = jax.devices()[2:4]
     assert make_mesh(2, devices).devices.ravel().tolist() == devices
+    mesh = make_mesh(2, data_parallel_size=2)
+    assert dict(mesh.shape) == {"data": 2, "model": 2}
+    assert mesh.devices.ravel().tolist() == jax.devices()[:4]
+
+
+def test_experts_lie_on_all_devices() -> None:
+    axes = ("expert", "expert_ffn", "embed")
+    assert DEFAULT_RULES.partition_spec(axes) == PartitionSpec(None, "model", None)
+    assert DEFAULT_RULES.for_experts().partition_spec(axes) == PartitionSpec(("data", "model"), None, None)
 
 
 def test_param_spec() -> None:
@@ -59,12 +68,3 @@ def test_param_spec() -> None:
         ParamSpec((6, 4), F32, ("vocab",))
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.shape = (1,)
-
-
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)")
-def test_constrain_splits_an_intermediate_value() -> None:
-    mesh = make_mesh(4)
-    split = jax.jit(lambda x: constrain(x * 2, ("tokens", "ffn"), mesh))(np.ones((3, 8), np.float32))
-    assert split.sharding.is_equivalent_to(named_sharding(mesh, ("tokens", "ffn")), 2)
-    same = jax.jit(lambda x: constrain(x, ("no such axis",), None))(np.ones(3, np.float32))
-    assert same.shape == (3,)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import Model
+from jaxserve.runner.placement import Placement, cache_spec
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import abstract_cache
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
@@ -28,8 +29,8 @@ class OracleBackend:
     ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def kv_head_axis(self) -> int:
-        return 2
+    def block_axis(self) -> int:
+        return 1
 
     def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
         return None
@@ -91,6 +92,7 @@ def sequence_logits(
     token_ids: Sequence[int],
     chunks: Sequence[int],
     cache_dtype: object,
+    mesh: Mesh | None = None,
 ) -> np.ndarray:
     """Logits [len(token_ids), V] of one sequence, in chunks of these lengths, padded to the longest."""
     assert sum(chunks) == len(token_ids)
@@ -107,11 +109,7 @@ def sequence_logits(
     ]
     caches = jax.tree.map(_never_written, shapes)
 
-    @jax.jit
-    def step(params, tokens, caches, metadata):
-        hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
-        return model.logits(params, hidden), caches
-
+    step, _ = model_step(model, mesh)
     start, padded, parts = 0, max(chunks), []
     for length in chunks:
         tokens = np.zeros(padded, np.int32)
@@ -122,27 +120,39 @@ def sequence_logits(
     return np.concatenate(parts)
 
 
-def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
-    """A step function and abstract arguments sharded over a mesh: what ahead-of-time compilation takes."""
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    backend = OracleBackend()
-    split = NamedSharding(
-        mesh, PartitionSpec(*("model" if i == backend.kv_head_axis() else None for i in range(5)))
-    )
-    whole = NamedSharding(mesh, PartitionSpec())
-    caches = [
-        jax.ShapeDtypeStruct(
-            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
-            spec.dtype,
-            sharding=split,
-        )
-        for spec in model.kv_cache_specs()
-    ]
+def model_step(model: Model, mesh: Mesh | None):
+    """The model as a jitted step over a mesh of tensor-parallel devices, and how its caches lie."""
+    specs = [cache_spec(1)] * len(model.kv_cache_specs())
 
     def step(params, tokens, caches, metadata):
         hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
         return model.logits(params, hidden), caches
 
+    in_specs = (model.partition_specs(), PartitionSpec(), specs, PartitionSpec())
+    program = Placement(mesh).jit(step, in_specs, (PartitionSpec(None, "model"), specs))
+
+    def run(*args):
+        logits, caches = program(*args)
+        return logits[:, : model.vocab_size], caches
+
+    run.lower = program.lower
+    return run, specs
+
+
+def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
+    """A step and its abstract arguments over a mesh: what ahead-of-time compilation takes."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    backend = OracleBackend()
+    step, specs = model_step(model, mesh)
+    caches = [
+        jax.ShapeDtypeStruct(
+            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
+            spec.dtype,
+            sharding=NamedSharding(mesh, split),
+        )
+        for spec, split in zip(model.kv_cache_specs(), specs)
+    ]
+    whole = NamedSharding(mesh, PartitionSpec())
     metadata = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
         one_row_metadata(0, num_tokens, num_tokens, num_blocks),

@@ -47,7 +47,7 @@ def test_fused_weights_hold_each_tensor_where_the_layers_expect_it(tmp_path: Pat
     bias = np.concatenate([tensors[f"{attention}.{part}_proj.bias"] for part in "qkv"])
     np.testing.assert_array_equal(params["layers.2.attention.qkv_bias"], bias)
     np.testing.assert_array_equal(params["layers.2.attention.out"], tensors[f"{attention}.o_proj.weight"])
-    gate_up = np.concatenate([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    gate_up = np.stack([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")])
     np.testing.assert_array_equal(params["layers.0.mlp.gate_up"], gate_up)
     np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
     norm = tensors["model.layers.1.post_attention_layernorm.weight"]
