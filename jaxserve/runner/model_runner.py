@@ -21,7 +21,13 @@ from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
-from jaxserve.runner.kv_arrays import bytes_per_block, choose_num_blocks, device_budget, single_group
+from jaxserve.runner.kv_arrays import (
+    MemoryBudget,
+    bytes_per_block,
+    choose_num_blocks,
+    device_budget,
+    single_group,
+)
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
@@ -32,7 +38,7 @@ from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, ma
 from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
-from pallas_kernels.dispatch import AttentionSizes, BlockedBackend, attention_backend
+from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
 from sharding import make_mesh
 
@@ -83,13 +89,7 @@ class JaxModelRunner:
             config.model_config.revision,
             weights=config.model_config.load_format != "dummy",
         )
-        self._hf_config = hf_config = {**self.files.config, **config.model_config.hf_overrides}
-        self.dtype = self._compute_dtype(hf_config)
-        cache_dtype = config.cache_config.kv_cache_dtype
-        self.cache_dtype = self.dtype if cache_dtype == "auto" else cache_type(cache_dtype)
-        assert config.cache_config.block_size is not None
-        self.block_size = config.cache_config.block_size
-        self.model: Model = self._build_model(hf_config)
+        self._choose_model({**self.files.config, **config.model_config.hf_overrides})
         self._load_weights(self.files)
         self._size_and_compile()
         self._warm_up()
@@ -111,6 +111,16 @@ class JaxModelRunner:
                 param="tensor_parallel_size" if data == 1 else "data_parallel_size",
             )
         return Placement(make_mesh(tensor, data_parallel_size=data))
+
+    def _choose_model(self, hf_config: dict[str, Any]) -> None:
+        """The model and the types it computes in; no array is made."""
+        cache = self.config.cache_config
+        self._hf_config = hf_config
+        self.dtype = self._compute_dtype(hf_config)
+        self.cache_dtype = self.dtype if cache.kv_cache_dtype == "auto" else cache_type(cache.kv_cache_dtype)
+        assert cache.block_size is not None
+        self.block_size = cache.block_size
+        self.model: Model = self._build_model(hf_config)
 
     def _compute_dtype(self, hf_config: dict[str, Any]) -> Any:
         name = self.config.model_config.dtype
@@ -142,13 +152,17 @@ class JaxModelRunner:
             dtype=self.dtype,
             kv_dtype=self.cache_dtype,
         )
-        self.backend, why_not = attention_backend(self.platform, sizes, portable.attention_options)
+        self.backend, why_not = self._attention_backend(sizes, portable)
         if why_not is not None:
             self._refuse_cache_type(replace(sizes, kv_dtype=self.dtype), portable, why_not)
             logger.warning("Attention takes the portable path, which is slower: %s", why_not)
         if isinstance(self.backend, BlockedBackend):
             return portable
         return make(self.backend)
+
+    def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
+        """What this process's devices offer: see ``attention_backend``."""
+        return attention_backend(self.platform, sizes, model.attention_options)
 
     def _refuse_cache_type(self, sizes: AttentionSizes, model: Model, why_not: str) -> None:
         """Refuse a cache type which alone keeps the model off its device's kernels: it would be silently slow.
@@ -159,7 +173,7 @@ class JaxModelRunner:
             why_not: the reason.
         """
         asked = self.config.cache_config.kv_cache_dtype
-        if asked != "auto" and attention_backend(self.platform, sizes, model.attention_options)[1] is None:
+        if asked != "auto" and self._attention_backend(sizes, model)[1] is None:
             raise ConfigError(
                 f"kv_cache_dtype is {asked!r}, and {why_not} The default, 'auto', has kernels here.",
                 param="kv_cache_dtype",
@@ -192,14 +206,9 @@ class JaxModelRunner:
         self.startup_seconds[phase] = round(seconds, 3)
         logger.info("%s: %.1f s", phase.capitalize(), seconds)
 
-    def _size_and_compile(self) -> None:
-        """Choose the cache's size and compile for it.
-
-        The cache's size is part of the programs, and their temporaries limit the cache: so the largest program is
-        compiled first, for a cache as large as if programs needed nothing, to learn what it needs.
-        """
-        started = time.monotonic()
-        config, scheduler = self.config, self.config.scheduler_config
+    def _make_builder(self) -> None:
+        """The bucket table of this platform, and the batch builder over it."""
+        scheduler = self.config.scheduler_config
         assert scheduler.max_num_seqs is not None
         assert scheduler.max_num_batched_tokens is not None
         self.max_num_seqs = scheduler.max_num_seqs
@@ -213,11 +222,18 @@ class JaxModelRunner:
             self.block_size,
             self.max_num_seqs,
         )
+
+    def _size_and_compile(self) -> None:
+        """Choose the cache's size and compile for it.
+
+        The cache's size is part of the programs, and their temporaries limit the cache: so the largest program is
+        compiled first, for a cache as large as if programs needed nothing, to learn what it needs.
+        """
+        started = time.monotonic()
+        self._make_builder()
+        cache = self.config.cache_config
         num_blocks = self._num_blocks(0)
-        if (
-            config.cache_config.num_gpu_blocks_override is None
-            and config.cache_config.kv_cache_memory_bytes is None
-        ):
+        if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             num_blocks = self._num_blocks(self._programs(num_blocks).temporaries())
         self.programs = self._programs(num_blocks)
         self.num_blocks = num_blocks
@@ -247,7 +263,7 @@ class JaxModelRunner:
                 param="max_model_len",
             )
         wanted = None if asked == "auto" else (asked or longest)
-        budget = device_budget(self.placement.local_devices, cache.gpu_memory_utilization, temporaries)
+        budget = self._device_budget(temporaries)
         if budget is not None:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
             budget = replace(budget, in_use=budget.in_use + state)
@@ -259,6 +275,11 @@ class JaxModelRunner:
                 raise OutOfMemoryError("No block of KV cache fits. Give the cache more memory.")
         self.max_model_len = wanted
         return num_blocks
+
+    def _device_budget(self, temporaries: int) -> MemoryBudget | None:
+        """Memory of the fullest device; None where devices do not tell."""
+        share = self.config.cache_config.gpu_memory_utilization
+        return device_budget(self.placement.local_devices, share, temporaries)
 
     def _programs(self, num_blocks: int) -> StepPrograms:
         vocab = self.model.vocab_size
