@@ -19,6 +19,11 @@ class ServerConfig:
         1,
         "API-server processes over one engine; /load then counts each process's own requests.",
     )
+    page: bool | None = setting(
+        None,
+        "Serve a page at / to chat with the model and to watch the engine. Default: only where host is a loopback "
+        "address. Its files need no API key; the page asks for it.",
+    )
     root_path: str = setting("", "Path under which a proxy serves this server, such as /llm.")
     api_key: list[str] | None = setting(
         None,

@@ -31,6 +31,7 @@ from jaxserve.server.openai.tokenize import tokenize_routes
 from jaxserve.server.openai.tool_output import parsers_of
 from jaxserve.server.openapi import install_openapi
 from jaxserve.server.operations import operation_routes
+from jaxserve.server.page.routes import load_page, page_enabled, page_paths, page_routes
 from jaxserve.version import __version__
 
 
@@ -88,16 +89,21 @@ def create_app(
     app.include_router(batch_chat_routes(service))
     app.include_router(invocation_routes(app.router))
     app.include_router(operation_routes(service, metrics, config))
+    page = load_page() if page_enabled(config) else {}
+    if page:
+        app.include_router(page_routes(page))
     install_error_handlers(app)
     install_openapi(app, names)
-    _add_middleware(app, config, HTTPMetrics(metrics.registry))
+    _add_middleware(app, config, HTTPMetrics(metrics.registry), page_paths(page) if page else frozenset())
     return app
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig, metrics: HTTPMetrics) -> None:
+def _add_middleware(
+    app: FastAPI, config: ServerConfig, metrics: HTTPMetrics, open_paths: frozenset[str]
+) -> None:
     """The last one added is the outermost."""
     if config.api_key:
-        app.add_middleware(APIKeyMiddleware, keys=config.api_key)
+        app.add_middleware(APIKeyMiddleware, keys=config.api_key, open_paths=open_paths)
     if config.allowed_origins:
         # Outside the keys: a browser asks for permission without one.
         app.add_middleware(

@@ -111,18 +111,30 @@ class _Exchange:
 
 
 class APIKeyMiddleware:
-    """Asks for ``Authorization: Bearer <key>``, or Anthropic's ``X-API-Key``, on every path but the health checks."""
+    """Asks for ``Authorization: Bearer <key>``, or Anthropic's ``X-API-Key``, on every path but the health checks.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    Args:
+        app: what is guarded.
+        keys: any of them opens it.
+        open_paths: further paths that need none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], *, open_paths: frozenset[str] = frozenset()
+    ) -> None:
         self._app = app
+        self._open_paths = OPEN_PATHS | open_paths
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if scope["type"] != "http" or self._is_open(scope) or self._allows(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = HTTPProblem(401, "Missing or incorrect API key: send 'Authorization: Bearer <key>'.")
         await error_response(error, {"www-authenticate": "Bearer"}, scope=scope)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return route_path(scope) in self._open_paths
 
     def _allows(self, headers: Headers) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
