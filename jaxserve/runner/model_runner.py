@@ -99,10 +99,9 @@ class JaxModelRunner:
     def _place(self) -> Placement:
         """The devices that the user asked for."""
         parallel = self.config.parallel_config
-        if parallel.num_devices == 1:
-            return Placement()
         tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-        available = jax.device_count()
+        devices = self._available_devices()
+        available = len(devices)
         if parallel.num_devices > available:
             fitting = [f"-tp {t} -dp {available // t}" for t in range(1, available + 1) if available % t == 0]
             raise ConfigError(
@@ -110,7 +109,17 @@ class JaxModelRunner:
                 f"there are {available}. All of them are used by: {', '.join(fitting)}.",
                 param="tensor_parallel_size" if data == 1 else "data_parallel_size",
             )
-        return Placement(make_mesh(tensor, data_parallel_size=data))
+        return self._make_placement(devices)
+
+    def _available_devices(self) -> list[Any]:
+        return jax.devices()
+
+    def _make_placement(self, devices: list[Any]) -> Placement:
+        parallel = self.config.parallel_config
+        if parallel.num_devices == 1:
+            return Placement()
+        tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+        return Placement(make_mesh(tensor, devices, data_parallel_size=data))
 
     def _choose_model(self, hf_config: dict[str, Any]) -> None:
         """The model and the types it computes in; no array is made."""
