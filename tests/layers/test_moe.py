@@ -1,0 +1,227 @@
+"""Experts: equal to a loop over tokens; on any mesh, with whole or split experts; padding costs and changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from model_harness import OracleBackend
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.moe import ClampedSwiGLU, MoE, MoEConfig
+from jaxserve.layers.params import LayerContext
+from jaxserve.layers.router import RouterConfig
+from jaxserve.runner.placement import Placement
+from sharding import DEFAULT_RULES, make_mesh
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)"),
+]
+BACKEND = OracleBackend()
+HIDDEN, EXPERTS, FFN, TOKENS = 16, 8, 12, 24
+PLAIN = MoEConfig(RouterConfig(EXPERTS, 3, renormalize=True), FFN)
+SHARED = replace(PLAIN, shared_ffn_size=20, shared_gate=True)
+BIASED = MoEConfig(
+    RouterConfig(EXPERTS, 2, "softmax_of_chosen", bias=True),
+    FFN,
+    bias=True,
+    clamped=ClampedSwiGLU(1.702, 1.0),
+)
+CONFIGS = {"plain": PLAIN, "shared": SHARED, "biased": BIASED}
+
+
+def context(data: int = 1, model: int = 1, *, experts: bool = False) -> LayerContext:
+    rules = DEFAULT_RULES.for_experts() if experts else DEFAULT_RULES
+    return LayerContext(
+        np.dtype(np.float32), BACKEND, tensor_parallel_size=model, data_parallel_size=data,
+        expert_parallel=experts, rules=rules,
+    )  # fmt: skip
+
+
+def is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def random_weights(layer: MoE) -> dict[str, np.ndarray]:
+    """By parameter path: the same on every mesh."""
+    random = np.random.RandomState(3)
+    variables = jax.tree.leaves_with_path(nnx.split(layer)[1], is_leaf=is_variable)
+    shapes = {jax.tree_util.keystr(path): v.get_metadata()["spec"].shape for path, v in variables}
+    return {name: random.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    """[T, M], and which of them are live: the padding is at each rank's end, as in a step."""
+    x = np.random.RandomState(4).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    live = np.arange(TOKENS) % 6 < 4
+    return x, live
+
+
+@functools.cache
+def program(config: MoEConfig, where: LayerContext):
+    """The compiled layer on its mesh, (weights, x, live) to (out, load [data, E]), and the weights."""
+    graphdef, state = nnx.split(MoE(HIDDEN, config, where))
+    variables = jax.tree.leaves(state, is_leaf=is_variable)
+    leaves = jax.tree.structure(state)
+    assert leaves.num_leaves == len(variables)
+    specs = [where.rules.partition_spec(v.get_metadata()["spec"].axes) for v in variables]
+
+    def run(values: list[jax.Array], x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, load = nnx.merge(graphdef, leaves.unflatten(values))(x, live)
+        return out, load[None]
+
+    by_data = PartitionSpec("data")
+    placement = Placement(make_mesh(where.tensor_parallel_size, data_parallel_size=where.data_parallel_size))
+    step = placement.jit(run, (specs, by_data, by_data), (by_data, by_data))
+    weights = list(random_weights(MoE(HIDDEN, config, where)).values())
+    placed = [placement.put(weight, spec) for weight, spec in zip(weights, specs, strict=True)]
+    inputs = [placement.put(each, by_data) for each in tokens()]
+    compiled = step.lower(placed, *inputs).compile()
+    return lambda x, live: compiled(placed, placement.put(x, by_data), placement.put(live, by_data)), compiled
+
+
+def on_mesh(config: MoEConfig, where: LayerContext) -> tuple[np.ndarray, np.ndarray]:
+    out, load = program(config, where)[0](*tokens())
+    return np.asarray(out), np.asarray(load)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def looped(config: MoEConfig, x: np.ndarray) -> np.ndarray:
+    """One token after another, one expert after another."""
+    weights = {
+        re.sub(r"\W+", " ", name).strip().removesuffix(" value"): value
+        for name, value in random_weights(MoE(HIDDEN, config, context())).items()
+    }
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        logits = weights["router weight"] @ token + weights.get("router bias", 0)
+        chosen = np.argsort(-logits)[: config.router.top_k]
+        probabilities = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for expert, probability in zip(chosen, probabilities):
+            gate, up = (weights["experts gate_up"][expert] @ token).reshape(2, -1)
+            if config.bias:
+                gate, up = (
+                    gate + weights["experts gate_up_bias"][expert, 0],
+                    up + weights["experts gate_up_bias"][expert, 1],
+                )
+                gate, up = np.minimum(gate, 1.0), np.clip(up, -1.0, 1.0)
+                hidden = (up + 1) * gate * sigmoid(1.702 * gate)
+            else:
+                hidden = gate * sigmoid(gate) * up
+            out[t] += probability * (weights["experts down"][expert] @ hidden)
+            if config.bias:
+                out[t] += probability * weights["experts down_bias"][expert]
+        if config.shared_ffn_size is not None:
+            gate, up = weights["shared gate_up"] @ token
+            out[t] += sigmoid(weights["shared_gate"] @ token) * (
+                weights["shared down"] @ (gate * sigmoid(gate) * up)
+            )
+    return out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_a_loop(name: str) -> None:
+    x, live = tokens()
+    out, load = on_mesh(CONFIGS[name], context())
+    np.testing.assert_allclose(out[live], looped(CONFIGS[name], x)[live], rtol=0, atol=2e-5)
+    assert np.isfinite(out).all()
+    assert load.sum() == live.sum() * CONFIGS[name].router.top_k
+
+
+def test_padding_changes_nothing() -> None:
+    step, _ = program(PLAIN, context())
+    x, live = tokens()
+    out, load = step(x, live)
+    other = np.where(live[:, None], x, 1e4).astype(np.float32)
+    again, same_load = step(other, live)
+    np.testing.assert_array_equal(np.asarray(out)[live], np.asarray(again)[live])
+    np.testing.assert_array_equal(load, same_load)
+    _, nothing = step(x, np.zeros_like(live))
+    np.testing.assert_array_equal(nothing, 0)
+
+
+def test_no_token_is_dropped_when_all_go_to_one_expert() -> None:
+    config = replace(PLAIN, router=RouterConfig(EXPERTS, 1, renormalize=True))
+    for where in (context(), context(2, 2, experts=True)):
+        step, _ = program(config, where)
+        x = np.repeat(tokens()[0][:1], TOKENS, axis=0)
+        out, load = step(x, np.ones(TOKENS, bool))
+        assert load.sum(axis=0).max() == TOKENS
+        np.testing.assert_allclose(out, np.broadcast_to(looped(config, x[:1]), x.shape), rtol=0, atol=2e-5)
+
+
+MESHES = [
+    ("shared", 2, 2, True),
+    ("shared", 1, 4, True),
+    ("biased", 2, 2, False),
+    pytest.param("plain", 4, 1, True, marks=pytest.mark.slow),
+    pytest.param("plain", 1, 2, True, marks=pytest.mark.slow),
+    pytest.param("biased", 1, 4, True, marks=pytest.mark.slow),
+    pytest.param("biased", 2, 1, True, marks=pytest.mark.slow),
+    pytest.param("shared", 2, 4, True, marks=pytest.mark.slow),
+    pytest.param("shared", 1, 4, False, marks=pytest.mark.slow),
+    pytest.param("plain", 4, 1, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, data, model, experts", MESHES)
+def test_equal_on_every_mesh(name: str, data: int, model: int, experts: bool) -> None:
+    if data * model > jax.device_count():
+        pytest.skip("needs more devices")
+    _, live = tokens()
+    whole, whole_load = on_mesh(CONFIGS[name], context())
+    out, load = on_mesh(CONFIGS[name], context(data, model, experts=experts))
+    np.testing.assert_allclose(out[live], whole[live], rtol=0, atol=2e-5)
+    assert load.shape == (data, EXPERTS)
+    np.testing.assert_array_equal(load.sum(axis=0), whole_load[0])
+
+
+COLLECTIVES = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\("
+
+
+@pytest.mark.parametrize(
+    "name, data, model, experts, expected",
+    [
+        # Whole experts of one group of devices, like split ones: one sum, which the shared expert has part in.
+        ("shared", 1, 4, True, {"all-reduce": 1}),
+        ("biased", 2, 2, False, {"all-reduce": 1}),
+        # Over ranks: tokens, weights and choices are gathered, results scattered, then summed in the group.
+        ("shared", 2, 2, True, {"all-gather": 3, "reduce-scatter": 1, "all-reduce": 1}),
+    ],
+)
+def test_collectives(name: str, data: int, model: int, experts: bool, expected: dict[str, int]) -> None:
+    _, compiled = program(CONFIGS[name], context(data, model, experts=experts))
+    found = re.findall(COLLECTIVES, compiled.as_text())
+    assert {name: found.count(name) for name in found} == expected
+
+
+def test_each_device_holds_its_share_of_the_experts() -> None:
+    expected = {True: (("data", "model"), None, None, None), False: (None, None, "model", None)}
+    for experts, axes in expected.items():
+        where = context(2, 2, experts=experts)
+        spec = MoE(HIDDEN, PLAIN, where).experts.gate_up.get_metadata()["spec"]
+        assert spec.shape == (EXPERTS, 2, FFN, HIDDEN)
+        assert where.rules.partition_spec(spec.axes) == PartitionSpec(*axes)
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        (context(3, 1, experts=True), r"8 experts cannot be spread evenly over 3 devices \(data_parallel_size 3 x "
+                                      r"tensor_parallel_size 1\); numbers of devices that work: 1, 2, 4, 8\."),
+        (context(1, 8), "tensor_parallel_size 8 does not divide the experts' feed-forward size 12"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit(where: LayerContext, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MoE(HIDDEN, PLAIN, where)
