@@ -147,6 +147,8 @@ class ModelRunnerOutput:
     failed: dict[str, str] = field(default_factory=dict)
     exhausted: set[str] = field(default_factory=set)
     """Requests whose own restrictions left no token to sample; the step itself is fine."""
+    num_padded_tokens: int = 0
+    """Tokens of the shape that the step ran in, padding and all ranks included; 0 where there is none."""
 
 
 class PendingStep(Protocol):
@@ -258,6 +260,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """What the host did in this step beside waiting for the device."""
     step_device_seconds: float = 0.0
     """From when the device could begin the step that was read to when its results were there; 0 if none was."""
+    step_padded_tokens: int = 0
+    """Tokens of the shape in which the step that was read ran; 0 if none was."""
+    step_padding_tokens: int = 0
+    """Those of them that were padding."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

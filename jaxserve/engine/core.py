@@ -71,6 +71,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep, float]] = deque()
         """Steps, and when they were dispatched."""
         self._last_ready_at = self._waited = self._device_seconds = 0.0
+        self._padded_tokens = self._padding_tokens = 0
         self.info = EngineInfo(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -112,6 +113,7 @@ class EngineCore:
         outputs: list[EngineCoreOutput] = []
         began = time.monotonic()
         self._waited = self._device_seconds = 0.0
+        self._padded_tokens = self._padding_tokens = 0
         step = self.scheduler.schedule(began)
         dispatched = bool(step.num_scheduled_tokens)
         if not dispatched and not self._in_flight:
@@ -135,6 +137,7 @@ class EngineCore:
         stats.num_compilations = self.runner.num_compilations()
         now = time.monotonic()
         stats.step_host_seconds, stats.step_device_seconds = now - began - self._waited, self._device_seconds
+        stats.step_padded_tokens, stats.step_padding_tokens = self._padded_tokens, self._padding_tokens
         return EngineCoreOutputs(outputs, stats, now)
 
     def state(self) -> EngineCoreOutputs:
@@ -152,6 +155,9 @@ class EngineCore:
         # The device begins a step when it has it and the last one is done; it may have ended before it was asked.
         self._device_seconds = ready_at - max(dispatched_at, self._last_ready_at)
         self._last_ready_at = ready_at
+        if result.num_padded_tokens:
+            self._padded_tokens = result.num_padded_tokens
+            self._padding_tokens = result.num_padded_tokens - step.total_num_scheduled_tokens
         self._in_flight.popleft()
         return step, result
 

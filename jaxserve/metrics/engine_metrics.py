@@ -109,6 +109,16 @@ class EngineMetrics:
             self._step_host.observe(max(0.0, stats.step_host_seconds))
         if stats.step_device_seconds > 0:
             self._step_device.observe(stats.step_device_seconds)
+        if stats.step_padded_tokens:
+            self._count_shape(stats.step_padded_tokens, stats.step_padding_tokens)
+
+    def _count_shape(self, num_tokens: int, num_padding: int) -> None:
+        steps = self._steps_by_shape.get(num_tokens)
+        if steps is None:
+            steps = self._steps.labels(num_tokens=str(num_tokens), **self._labels)
+            self._steps_by_shape[num_tokens] = steps
+        steps.inc()
+        self._padding.inc(num_padding)
 
     def record_prompt(
         self, num_prompt_tokens: int, num_cached_tokens: int, time_to_first_token: float
@@ -214,6 +224,12 @@ class EngineMetrics:
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of a step.", ITERATION_TOKENS
         )
+        self._steps = Counter(
+            PREFIX + "steps", "Steps, by the padded number of tokens of their shape.", [*LABELS, "num_tokens"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._steps_by_shape: dict[int, Counter] = {}
+        self._padding = self._counter("padding_tokens", "Tokens of steps' shapes that were padding.")
         self._step_host = self._histogram(
             "step_host_seconds", "The host's work in a step, without waiting for the device.", STEP_SECONDS
         )

@@ -434,6 +434,7 @@ class JaxModelRunner:
             prompts=self._score_prompts(steps, hidden) if scores and hidden is not None else [],
             on_tokens=self._read_tokens,
             exhausted=exhausted,
+            num_padded_tokens=len(steps) * steps[0].bucket.num_tokens,
         )
         dispatched.start_copies()
         return dispatched

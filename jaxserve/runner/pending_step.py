@@ -40,6 +40,7 @@ class DispatchedStep:
         prompts: prompts scored in this step.
         on_tokens: called with the sampled tokens per request when they are read.
         exhausted: requests whose masks allow no token.
+        num_padded_tokens: tokens of the step's shape, over all ranks.
     """
 
     step_id: int
@@ -49,6 +50,7 @@ class DispatchedStep:
     prompts: list[ScoredPrompt]
     on_tokens: Callable[[dict[str, list[int]]], None]
     exhausted: set[str] = field(default_factory=set)
+    num_padded_tokens: int = 0
     _output: ModelRunnerOutput | None = field(default=None, init=False)
 
     def start_copies(self) -> None:
@@ -64,7 +66,9 @@ class DispatchedStep:
         return self._output
 
     def _read(self) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(self.step_id, exhausted=self.exhausted)
+        output = ModelRunnerOutput(
+            self.step_id, exhausted=self.exhausted, num_padded_tokens=self.num_padded_tokens
+        )
         if self.sampling_rows:
             token_ids = np.asarray(self.sampled.token_ids).tolist()
             for row, request_id in self.sampling_rows:

@@ -214,7 +214,7 @@ async def test_counters_are_exact_after_aborts(make_engine):
             *(
                 value
                 for name, value in metric.labels.items()
-                if name in ("reason", "finished_reason", "source")
+                if name in ("reason", "finished_reason", "source", "num_tokens")
             ),
         ): metric
         for metric in metrics.snapshot()
@@ -240,6 +240,10 @@ async def test_counters_are_exact_after_aborts(make_engine):
     assert sum(by_source) == received["prompts"]
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert value(f"jaxserve:{gauge}") == 0
+    computed = sum(int(key[1]) * value(*key) for key in values if key[0] == "jaxserve:steps")
+    steps = values[("jaxserve:iteration_tokens_total",)]
+    assert isinstance(steps, Histogram)
+    assert 0 < value("jaxserve:padding_tokens") == computed - steps.sum
     for name in ("step_host_seconds", "step_device_seconds", "e2e_request_latency_seconds"):
         histogram = values[(f"jaxserve:{name}",)]
         assert isinstance(histogram, Histogram)

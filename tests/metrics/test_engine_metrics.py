@@ -50,6 +50,15 @@ def test_steps_that_ran_nothing_are_not_observed(metrics):
     assert value(metrics, "iteration_tokens_total_bucket", le="8.0") == 1
 
 
+def test_shapes_and_padding(metrics):
+    metrics.record_stats(SchedulerStats())
+    for padded, padding in ((64, 3), (64, 0), (8, 7)):
+        metrics.record_stats(SchedulerStats(step_padded_tokens=padded, step_padding_tokens=padding))
+    assert value(metrics, "steps_total", num_tokens="64") == 2
+    assert value(metrics, "steps_total", num_tokens="8") == 1
+    assert value(metrics, "padding_tokens_total") == 10
+
+
 def test_tokens(metrics):
     metrics.record_prompt(100, 64, 0.03)
     metrics.record_tokens(1)

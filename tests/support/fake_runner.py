@@ -328,7 +328,9 @@ class FakeRunner:
                 block[position % self.block_size] = (index, value)
 
     def _compute(self, step: SchedulerOutput) -> FakePendingStep:
-        output = ModelRunnerOutput(step.step_id)
+        # Shapes are powers of two.
+        padded = 1 << (step.total_num_scheduled_tokens - 1).bit_length()
+        output = ModelRunnerOutput(step.step_id, num_padded_tokens=padded)
         sampling: list[FakeRow] = []
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             row = self.rows[request_id]
