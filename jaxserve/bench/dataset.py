@@ -23,12 +23,12 @@ CANDIDATES = 4096
 MIN_WORDS = 64
 """With fewer whole words than this, random prompts are made of any tokens."""
 ATTEMPTS = 10
-PLAIN_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father power "
-    "hour game line end member law car city name team minute idea body back face others level office door health art war"
-).split()
+PLAIN_WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power
+hour game line end member law car city name team minute idea body back face others level office door health art war
+""".split()  # noqa: SIM905 a list of a hundred strings reads worse
 """Prompts without a tokenizer are made of these: one token each in most vocabularies."""
 SHAREGPT_MIN_TOKENS = 4
 SHAREGPT_MAX_PROMPT = 1024
@@ -76,7 +76,8 @@ class DatasetConfig:
     def __post_init__(self) -> None:
         if self.name not in DATASETS:
             raise ConfigError(
-                f"dataset_name is {self.name!r}; it must be one of {', '.join(DATASETS)}.", param="dataset_name"
+                f"dataset_name is {self.name!r}; it must be one of {', '.join(DATASETS)}.",
+                param="dataset_name",
             )
         if (self.path is None) == (self.name in FROM_FILES):
             need = "needs" if self.path is None else "takes no"
@@ -181,11 +182,14 @@ def _random(config: DatasetConfig, maker: PromptMaker, rng: np.random.Generator)
     outputs = _lengths(config.output_len, config.range_ratio, config.num_prompts, rng)
     prefix = maker.draw(config.prefix_len)
     return [
-        BenchRequest(*maker.text(prefix + maker.draw(length)), output) for length, output in zip(inputs, outputs)
+        BenchRequest(*maker.text(prefix + maker.draw(length)), output)
+        for length, output in zip(inputs, outputs)
     ]
 
 
-def _prefix_repetition(config: DatasetConfig, maker: PromptMaker, rng: np.random.Generator) -> list[BenchRequest]:
+def _prefix_repetition(
+    config: DatasetConfig, maker: PromptMaker, rng: np.random.Generator
+) -> list[BenchRequest]:
     prefixes = [maker.draw(config.shared_prefix_len) for _ in range(config.num_prefixes)]
     requests = [
         BenchRequest(
@@ -208,7 +212,9 @@ def _shuffled(items: Sequence[Any], config: DatasetConfig, rng: np.random.Genera
     return [items[index] for index in rng.permutation(len(items))] if config.shuffle else list(items)
 
 
-def _sharegpt(config: DatasetConfig, tokenizer: Tokenizer | None, rng: np.random.Generator) -> list[BenchRequest]:
+def _sharegpt(
+    config: DatasetConfig, tokenizer: Tokenizer | None, rng: np.random.Generator
+) -> list[BenchRequest]:
     if tokenizer is None:
         raise ConfigError("The sharegpt dataset needs a tokenizer to choose conversations by length: --tokenizer.",
                           param="tokenizer")  # fmt: skip
@@ -216,9 +222,13 @@ def _sharegpt(config: DatasetConfig, tokenizer: Tokenizer | None, rng: np.random
     try:
         content = json.loads(_read(config.path))
     except ValueError as error:
-        raise ConfigError(f"dataset_path {config.path!r} is not JSON: {error}", param="dataset_path") from None
+        raise ConfigError(
+            f"dataset_path {config.path!r} is not JSON: {error}", param="dataset_path"
+        ) from None
     if not isinstance(content, list):
-        raise ConfigError(f"dataset_path {config.path!r} must hold a list of conversations.", param="dataset_path")
+        raise ConfigError(
+            f"dataset_path {config.path!r} must hold a list of conversations.", param="dataset_path"
+        )
     found: list[BenchRequest] = []
     for entry in _shuffled(cast("list[Any]", content), config, rng):
         if len(found) == config.num_prompts:
@@ -258,7 +268,9 @@ def _custom_request(
     messages = entry.get("messages") if isinstance(entry, dict) and chat else None  # pyright: ignore
     prompt = entry.get("prompt", "" if messages else None) if isinstance(entry, dict) else None  # pyright: ignore
     if not isinstance(prompt, str) or not (prompt or messages):
-        raise ConfigError(f"{place} must be an object with a 'prompt' (for chat, or 'messages').", param="dataset_path")
+        raise ConfigError(
+            f"{place} must be an object with a 'prompt' (for chat, or 'messages').", param="dataset_path"
+        )
     output_len: Any = entry.get("output_tokens", config.custom_output_len)
     if not isinstance(output_len, int) or output_len < 1:
         raise ConfigError(f"{place}: output_tokens must be a positive number, got {output_len!r}.",

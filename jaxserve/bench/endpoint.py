@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -208,7 +209,9 @@ class Endpoint:
         reader = StreamReader()
         result = RequestResult(start_time=time.perf_counter())
         try:
-            response = await self.client.request("POST", self.path, data, headers=headers, on_data=reader.feed)
+            response = await self.client.request(
+                "POST", self.path, data, headers=headers, on_data=reader.feed
+            )
         except ServerUnreachableError as error:
             result.error = str(error)
         else:
@@ -233,7 +236,7 @@ class Endpoint:
         if times:
             result.ttft = times[0] - result.start_time
             result.latency = times[-1] - result.start_time
-            result.itl = [later - earlier for earlier, later in zip(times, times[1:])]
+            result.itl = [later - earlier for earlier, later in pairwise(times)]
         if usage is not None and usage.completion_tokens is not None:
             result.output_tokens, result.counted_by = usage.completion_tokens, "usage"
         elif self.tokenizer is not None:

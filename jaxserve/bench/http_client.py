@@ -57,13 +57,18 @@ class HTTPClient:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(
-                f"base_url is {base_url!r}; it must be an address such as http://127.0.0.1:8000.", param="base_url"
+                f"base_url is {base_url!r}; it must be an address such as http://127.0.0.1:8000.",
+                param="base_url",
             )
         self.base_url = base_url.rstrip("/")
         self._host, self._path = parts.hostname, parts.path
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls_context(verify) if parts.scheme == "https" else None
-        sent = {"host": parts.netloc.rpartition("@")[2], "user-agent": f"jaxserve-bench/{__version__}", **headers}
+        sent = {
+            "host": parts.netloc.rpartition("@")[2],
+            "user-agent": f"jaxserve-bench/{__version__}",
+            **headers,
+        }
         self._head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
         if not self._head.isprintable() and any(c in value for value in sent.values() for c in "\r\n"):
             raise ConfigError("A header may not hold a line break.", param="header")
@@ -100,7 +105,9 @@ class HTTPClient:
                 response = await connection.exchange(data, on_data)
             except _Stale:
                 if is_new:
-                    raise ServerUnreachableError(f"{self.base_url} closed the connection without an answer.") from None
+                    raise ServerUnreachableError(
+                        f"{self.base_url} closed the connection without an answer."
+                    ) from None
                 continue  # the server had closed a connection that was kept: nothing of this was read
             if connection.reusable:
                 self._idle.append(connection)

@@ -22,7 +22,8 @@ METRICS = {
 """A metric's name in flags and results, its short name and its title."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = (
-    "input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "generated_texts", "errors",
+    "input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "generated_texts",
+    "errors",
 )  # fmt: skip
 """Fields with an entry a request, kept with ``--save-detailed``."""
 WIDTH = 50
@@ -47,7 +48,8 @@ class ReportConfig:
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(
-                    f"percentile_metrics names {name!r}; known are {', '.join(METRICS)}.", param="percentile_metrics"
+                    f"percentile_metrics names {name!r}; known are {', '.join(METRICS)}.",
+                    param="percentile_metrics",
                 )
         for percentile in self.percentiles:
             if not 0 <= percentile <= 100:

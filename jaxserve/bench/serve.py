@@ -200,8 +200,9 @@ class ServeBenchmark:
         except JaxserveError as error:
             if config.tokenizer is not None:
                 raise
+            reason = str(error).splitlines()[0]
             self._say(
-                f"Without a tokenizer for {self._tokenizer_name!r} ({str(error).splitlines()[0]}) random prompts are made of words, about "
+                f"Without a tokenizer for {self._tokenizer_name!r} ({reason}) random prompts are made of words, about "
                 "a token each, and the server counts them. --tokenizer names one for exact lengths."
             )
             self._tokenizer_name = ""
@@ -297,7 +298,9 @@ def result_path(result: Mapping[str, Any], folder: str | None, name: str | None)
     return path
 
 
-def save_result(result: Mapping[str, Any], path: Path, *, detailed: bool = False, append: bool = False) -> None:
+def save_result(
+    result: Mapping[str, Any], path: Path, *, detailed: bool = False, append: bool = False
+) -> None:
     """Write a result as one line of JSON.
 
     Args:

@@ -75,7 +75,11 @@ class Traffic:
             return np.full(count, self.request_rate)
         progress = np.arange(count) / max(1, count - 1)
         start, end = self.ramp_up_start_rps, self.ramp_up_end_rps
-        return start + (end - start) * progress if self.ramp_up == "linear" else start * (end / start) ** progress
+        return (
+            start + (end - start) * progress
+            if self.ramp_up == "linear"
+            else start * (end / start) ** progress
+        )
 
 
 Send = Callable[[BenchRequest, int], Awaitable[RequestResult]]

@@ -9,20 +9,21 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, cast
 
 from jaxserve.bench.dataset import DATASETS, DatasetConfig
+from jaxserve.bench.plot import check_matplotlib, write_html, write_png
 from jaxserve.bench.report import ReportConfig, parse_goodput
 from jaxserve.bench.serve import ServeBenchmark, ServeConfig, result_path, save_result
+from jaxserve.bench.sweep import Curve
 from jaxserve.bench.traffic import Traffic
 from jaxserve.cli.client import API_KEY_VARIABLES
 from jaxserve.cli.serve import PACKAGED_MODEL_NAME
 from jaxserve.config import ENGINE_CONFIGS, EngineConfig
 from jaxserve.config.cli_flags import add_config_flags, flags_given
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging
 from jaxserve.tokenizer.interface import Tokenizer
 from jaxserve.tokenizer.load import load_tokenizer
@@ -56,14 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add_dataset_arguments(parser)
-    parser.add_argument("--request-rate", type=float, default=inf, help="requests a second (default: all at once)")
+    parser.add_argument(
+        "--request-rate", type=float, default=inf, help="requests a second (default: all at once)"
+    )
     parser.add_argument("--max-concurrency", type=int, help="requests in flight at most (default: no limit)")
     parser.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow")
     parser.add_argument("--ramp-up-start-rps", type=float, help="the rate it grows from")
     parser.add_argument("--ramp-up-end-rps", type=float, help="the rate it grows to")
-    parser.add_argument("--profile", action="store_true", help="/start_profile before the run, /stop_profile after it")
+    parser.add_argument(
+        "--profile", action="store_true", help="/start_profile before the run, /stop_profile after it"
+    )
     parser.add_argument("--save-result", action="store_true", help="write the results as JSON")
-    parser.add_argument("--append-result", action="store_true", help="add the results to the file, a line a run")
+    parser.add_argument(
+        "--append-result", action="store_true", help="add the results to the file, a line a run"
+    )
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -133,26 +140,38 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--base-url", help="the server's address, without /v1")
     server.add_argument("--host", default="127.0.0.1", help="without --base-url (default: %(default)s)")
     server.add_argument("--port", type=int, default=8000, help="without --base-url (default: %(default)s)")
-    server.add_argument("--backend", choices=tuple(BACKENDS), default="openai", help="the API (default: %(default)s)")
+    server.add_argument(
+        "--backend", choices=tuple(BACKENDS), default="openai", help="the API (default: %(default)s)"
+    )
     server.add_argument("--endpoint", help="/v1/completions or /v1/chat/completions (default: the backend's)")
     server.add_argument("--model", help="the model's name (default: the first that the server names)")
     server.add_argument("--served-model-name", help="what requests call it, if not by its name")
     server.add_argument("--tokenizer", help="folder, GGUF file or hub id (default: the model's)")
     server.add_argument("--skip-tokenizer-init", action="store_true", help="random prompts are made of words")
-    server.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="sent with every request")
+    server.add_argument(
+        "--header", nargs="*", default=[], metavar="KEY=VALUE", help="sent with every request"
+    )
     server.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    server.add_argument("--ready-check-timeout-sec", type=float, default=0, help="seconds to wait for the server")
+    server.add_argument(
+        "--ready-check-timeout-sec", type=float, default=0, help="seconds to wait for the server"
+    )
     server.add_argument("--num-warmups", type=int, default=0, help="requests before the run, not counted")
     body = parser.add_argument_group("requests")
     body.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction,
         help="ask for outputs of full length, an extension of OpenAI's API (default: for random prompts)",
     )  # fmt: skip
-    body.add_argument("--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier")
-    body.add_argument("--extra-body", type=_json_object, metavar="JSON", help="fields of every request's body")
+    body.add_argument(
+        "--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier"
+    )
+    body.add_argument(
+        "--extra-body", type=_json_object, metavar="JSON", help="fields of every request's body"
+    )
     body.add_argument("--logprobs", type=int, metavar="N", help="log probabilities a token to ask for")
     body.add_argument(
-        "--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-", help="begins X-Request-Id; '' sends none"
+        "--request-id-prefix",
+        default=f"bench-{uuid.uuid4().hex[:8]}-",
+        help="begins X-Request-Id; '' sends none",
     )
     for name, kind in SAMPLING_FLAGS.items():
         body.add_argument(f"--{name}", type=kind, help="sampling parameter (default: the server's)")
@@ -165,11 +184,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--goodput", nargs="+", default=[], metavar="KEY:MS", help="limits such as ttft:200 tpot:50 e2el:5000"
     )
-    results.add_argument("--save-detailed", action="store_true", help="keep times, lengths and texts of each request")
+    results.add_argument(
+        "--save-detailed", action="store_true", help="keep times, lengths and texts of each request"
+    )
     results.add_argument("--result-dir", help="folder of the results (default: the current one)")
     results.add_argument("--result-filename", help="name of the results' file")
     results.add_argument("--label", help="what the results are called by (default: the backend)")
-    results.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="further fields of the results")
+    results.add_argument(
+        "--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="further fields of the results"
+    )
     results.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -180,29 +203,43 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, seed: bool = True)
     """The flags of a workload."""
     group = parser.add_argument_group("workload")
     default = DatasetConfig()
-    group.add_argument("--dataset-name", choices=DATASETS, default=default.name, help="(default: %(default)s)")
+    group.add_argument(
+        "--dataset-name", choices=DATASETS, default=default.name, help="(default: %(default)s)"
+    )
     group.add_argument("--dataset-path", help="the file of sharegpt (JSON) and custom (JSONL)")
     group.add_argument("--num-prompts", type=int, default=default.num_prompts, help="(default: %(default)s)")
     if seed:
-        group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
+        group.add_argument(
+            "--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)"
+        )
     group.add_argument("--input-len", type=int, help="--random-input-len")
     group.add_argument("--output-len", type=int, help="the output length of any workload")
-    group.add_argument("--random-input-len", type=int, default=default.input_len, help="(default: %(default)s)")
-    group.add_argument("--random-output-len", type=int, default=default.output_len, help="(default: %(default)s)")
+    group.add_argument(
+        "--random-input-len", type=int, default=default.input_len, help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--random-output-len", type=int, default=default.output_len, help="(default: %(default)s)"
+    )
     group.add_argument(
         "--random-range-ratio", type=float, default=default.range_ratio,
         help="lengths are drawn from [len * (1 - ratio), len * (1 + ratio)] (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with, added")
+    group.add_argument(
+        "--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with, added"
+    )
     for name, value in (("prefix-len", default.shared_prefix_len), ("suffix-len", default.shared_suffix_len),
                         ("num-prefixes", default.num_prefixes), ("output-len", default.shared_output_len)):  # fmt: skip
-        group.add_argument(f"--prefix-repetition-{name}", type=int, default=value, help="(default: %(default)s)")
+        group.add_argument(
+            f"--prefix-repetition-{name}", type=int, default=value, help="(default: %(default)s)"
+        )
     group.add_argument("--sharegpt-output-len", type=int, help="(default: of each conversation's answer)")
     group.add_argument(
         "--custom-output-len", type=int, default=default.custom_output_len,
         help="where a line has no output_tokens; -1 asks every line to have it (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--skip-chat-template", action="store_true", help="custom prompts go to completions as they are")
+    group.add_argument(
+        "--skip-chat-template", action="store_true", help="custom prompts go to completions as they are"
+    )
     group.add_argument("--no-oversample", action="store_true", help="do not repeat a file that holds too few")
     group.add_argument("--disable-shuffle", action="store_true", help="take a file's requests in order")
 
@@ -239,6 +276,172 @@ def find_tokenizer(name: str) -> Tokenizer:
         return load_tokenizer(name)
     files = resolve_model(name, weights=False)
     return load_tokenizer(files.path, files.format)
+
+
+# --- offline --------------------------------------------------------------------------------------------------
+
+
+def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dataset_arguments(parser, seed=False)
+    add_offline_arguments(parser)
+
+
+def run_throughput(arguments: argparse.Namespace) -> int:
+    """Give ``LLM`` a whole workload."""
+    from jaxserve.bench.offline import measure_throughput, print_throughput
+    from jaxserve.engine.llm import LLM
+
+    dataset = dataset_config(arguments)
+    with LLM(**engine_arguments(arguments)) as llm:
+        result = measure_throughput(
+            llm, dataset, n=arguments.n, detokenize=not arguments.disable_detokenize,
+            progress=not arguments.disable_tqdm,
+        )  # fmt: skip
+    print_throughput(result)
+    return _write_json(arguments.output_json, result)
+
+
+def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=30, help="batches (default: %(default)s)")
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=10, help="batches before them (default: %(default)s)"
+    )
+    add_offline_arguments(parser)
+
+
+def run_latency(arguments: argparse.Namespace) -> int:
+    """Time one batch with ``LLM``."""
+    from jaxserve.bench.offline import measure_latency, print_latency
+    from jaxserve.engine.llm import LLM
+
+    values = engine_arguments(arguments)
+    with LLM(**values) as llm:
+        result = measure_latency(
+            llm, input_len=arguments.input_len, output_len=arguments.output_len, batch_size=arguments.batch_size,
+            num_iters=arguments.num_iters, num_iters_warmup=arguments.num_iters_warmup, n=arguments.n,
+            detokenize=not arguments.disable_detokenize, seed=values.get("seed", 0),
+            progress=not arguments.disable_tqdm,
+        )  # fmt: skip
+    print_latency(result)
+    return _write_json(arguments.output_json, result)
+
+
+def add_offline_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of benchmarks that build an engine, with the engine's own."""
+    parser.add_argument("--n", type=int, default=1, help="completions a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--disable-detokenize", action="store_true", help="leave making text of the outputs out"
+    )
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--output-json", metavar="FILE", help="write the results as JSON")
+    add_config_flags(parser, ENGINE_CONFIGS)
+
+
+def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine's arguments that the flags give. As in vLLM, prefix caching is off unless it is asked for."""
+    values: dict[str, Any] = {"enable_prefix_caching": False, **flags_given(ENGINE_CONFIGS, arguments)}
+    configure_logging(values.get("log_level"))
+    EngineConfig.from_kwargs(**values)  # refuses what is wrong before anything is loaded
+    return values
+
+
+# --- startup --------------------------------------------------------------------------------------------------
+
+
+def add_startup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-iters-cold", type=int, default=3, help="starts without compiled programs (default: 3)"
+    )
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=1, help="starts before the warm ones (default: 1)"
+    )
+    parser.add_argument(
+        "--num-iters-warm", type=int, default=3, help="starts with compiled programs (default: 3)"
+    )
+    parser.add_argument("--output-json", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("serve_flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="of jaxserve serve")
+
+
+def run_startup(arguments: argparse.Namespace) -> int:
+    """Time starts of ``jaxserve serve``."""
+    from jaxserve.bench.startup import measure_startup
+
+    for name in ("num_iters_cold", "num_iters_warmup", "num_iters_warm"):
+        if getattr(arguments, name) < 0:
+            raise ConfigError(f"{name} must be at least 0, got {getattr(arguments, name)}.", param=name)
+    flags = [flag for index, flag in enumerate(arguments.serve_flags) if index or flag != "--"]
+    result = measure_startup(
+        flags, num_cold=arguments.num_iters_cold, num_warm=arguments.num_iters_warm,
+        num_warmup=arguments.num_iters_warmup,
+    )  # fmt: skip
+    return _write_json(arguments.output_json, result)
+
+
+# --- sweep ----------------------------------------------------------------------------------------------------
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sweep")
+    group.add_argument("--request-rates", type=float, nargs="+", default=[], help="such as 1 2 4 8 inf")
+    group.add_argument("--max-concurrencies", type=int, nargs="+", default=[], help="such as 1 4 16 64")
+    group.add_argument("--max-concurrency", type=int, help="requests in flight at most, at every rate")
+    group.add_argument(
+        "--plot", nargs="+", metavar="FILE", help="only draw the results in these files, in one drawing"
+    )
+    group.add_argument("--png", metavar="FILE", help="(default: the results' name; needs matplotlib)")
+    group.add_argument("--html", metavar="FILE", help="(default: the results' name)")
+    add_server_arguments(parser)
+    add_dataset_arguments(parser)
+
+
+def run_sweep_command(arguments: argparse.Namespace) -> int:
+    """Run a workload under several loads, or draw earlier runs."""
+    from jaxserve.bench import sweep
+
+    if arguments.png:
+        check_matplotlib()  # not after an hour of measuring
+    if arguments.plot:
+        paths = [Path(path) for path in arguments.plot]
+        _draw([sweep.read_curve(path) for path in paths], paths[0], arguments)
+        return 0
+    loads = sweep.sweep_traffic(
+        arguments.request_rates, arguments.max_concurrencies, arguments.burstiness, arguments.max_concurrency
+    )
+    benchmark = serve_benchmark(arguments)
+    results = run_in_loop(lambda: sweep.run_sweep(benchmark, loads))
+    name = arguments.label or arguments.backend
+    default = f"sweep-{name}-{results[0]['date']}.json"
+    path = Path(arguments.result_dir or ".") / (arguments.result_filename or default)
+    sweep.write_sweep(path, name, results)
+    print(f"\nResults: {path}")
+    _draw([sweep.read_curve(path)], path, arguments)
+    return 0
+
+
+def _draw(curves: list[Curve], beside: Path, arguments: argparse.Namespace) -> None:
+    page = Path(arguments.html or beside.with_suffix(".html"))
+    write_html(curves, page)
+    print(f"Drawing: {page}")
+    picture = Path(arguments.png or beside.with_suffix(".png"))
+    try:
+        write_png(curves, picture)
+    except ConfigError as error:
+        if arguments.png:
+            raise
+        print(f"No PNG: {error}")
+    else:
+        print(f"Drawing: {picture}")
+
+
+def _write_json(path: str | None, result: dict[str, Any]) -> int:
+    if path is not None:
+        file = Path(path).expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=4) + "\n", encoding="utf-8")
+    return 0
 
 
 # --- what the benchmarks share --------------------------------------------------------------------------------
@@ -282,7 +485,9 @@ def _numbers(text: str, param: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{param} got {text!r}; it takes numbers with commas between them.", param=param) from None
+        raise ConfigError(
+            f"{param} got {text!r}; it takes numbers with commas between them.", param=param
+        ) from None
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -300,7 +505,17 @@ def _json_object(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+BENCHMARKS: dict[
+    str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+] = {
     "serve": ("Measure a running server.", add_serve_arguments, run_serve),
+    "throughput": ("Measure offline generation of a workload.", add_throughput_arguments, run_throughput),
+    "latency": ("Measure one batch, offline.", add_latency_arguments, run_latency),
+    "startup": ("Measure starts of a server.", add_startup_arguments, run_startup),
+    "sweep": (
+        "Measure a server under several loads, and draw the curve.",
+        add_sweep_arguments,
+        run_sweep_command,
+    ),
 }
 """A benchmark's name, what it does, its flags and its code."""
