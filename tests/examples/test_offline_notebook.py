@@ -37,7 +37,7 @@ llm.generate("hello", SamplingParams(max_tokens=4))
 ENDLESS = """
 print("began", flush=True)
 for _ in range(10**6):
-    llm.generate(["hello"] * 8, SamplingParams(max_tokens=900, ignore_eos=True))
+    llm.generate(["hello"] * 8, SamplingParams(max_tokens=100, ignore_eos=True))
 """
 
 
