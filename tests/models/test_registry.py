@@ -25,10 +25,14 @@ def refused(config: dict[str, Any]) -> str:
 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
+        "GptOssForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     ]
     assert find_family({"architectures": ["Unknown", "Qwen3ForCausalLM"]}).ARCHITECTURES == (
         "Qwen3ForCausalLM",
@@ -38,7 +42,7 @@ def test_supported_architectures() -> None:
 def test_an_unsupported_architecture_names_itself_and_the_supported_ones() -> None:
     message = refused({"architectures": ["GPT2LMHeadModel"]})
     assert "GPT2LMHeadModel is not supported" in message
-    assert "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in message
+    assert "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM" in message
     assert "model_type 'bert'" in refused({"model_type": "bert"})
     assert "model_type None" in refused({"architectures": None})
 

@@ -50,6 +50,60 @@ QWEN3 = {
     "head_dim": 32,
 }
 
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "use_sliding_window": False,
+    "qkv_bias": True,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "use_sliding_window": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "head_dim": 32,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1500.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_tied_mha": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
@@ -88,6 +142,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE | {"mlp_only_layers": [1]},
+    "qwen3_moe": QWEN3_MOE | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    "gpt_oss": GPT_OSS,
 }
 """Name to what it changes in ``BASE_CONFIG``."""
 
@@ -112,7 +170,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config, by Hugging Face name."""
     hidden, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    qkv_bias = config["attention_bias"] or config["model_type"] == "qwen2"
+    qkv_bias = config["attention_bias"] or config["model_type"] in ("qwen2", "qwen2_moe")
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -127,19 +185,63 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.self_attn.{part}_proj.weight"] = (outputs, hidden)
             if qkv_bias:
                 shapes[f"{name}.self_attn.{part}_proj.bias"] = (outputs,)
-            if config["model_type"] == "qwen3" and part != "v":
+            if config["model_type"] in ("qwen3", "qwen3_moe") and part != "v":
                 shapes[f"{name}.self_attn.{part}_norm.weight"] = (size,)
         shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, queries)
         if config["attention_bias"]:
             shapes[f"{name}.self_attn.o_proj.bias"] = (hidden,)
-        for part, (outputs, inputs) in {
-            "gate": (ffn, hidden),
-            "up": (ffn, hidden),
-            "down": (hidden, ffn),
-        }.items():
-            shapes[f"{name}.mlp.{part}_proj.weight"] = (outputs, inputs)
-            if config["mlp_bias"]:
-                shapes[f"{name}.mlp.{part}_proj.bias"] = (outputs,)
+        if _has_experts(config, layer):
+            shapes |= _expert_shapes(config, name)
+        else:
+            shapes |= _mlp_shapes(f"{name}.mlp", hidden, ffn, config["mlp_bias"])
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, ffn: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part, shape in {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}.items():
+        shapes[f"{name}.{part}_proj.weight"] = shape
+        if bias:
+            shapes[f"{name}.{part}_proj.bias"] = shape[:1]
+    return shapes
+
+
+def _has_experts(config: dict[str, Any], layer: int) -> bool:
+    if config["model_type"] in ("mixtral", "gpt_oss"):
+        return True
+    every = config.get("decoder_sparse_step")
+    return bool(every) and layer not in config["mlp_only_layers"] and (layer + 1) % every == 0
+
+
+def _expert_shapes(config: dict[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    """The router and experts of a layer."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    kind, block = config["model_type"], f"{name}.mlp"
+    if kind == "gpt_oss":
+        experts = config["num_local_experts"]
+        return {
+            f"{name}.self_attn.sinks": (config["num_attention_heads"],),
+            f"{block}.router.weight": (experts, hidden),
+            f"{block}.router.bias": (experts,),
+            f"{block}.experts.gate_up_proj": (experts, hidden, 2 * ffn),
+            f"{block}.experts.gate_up_proj_bias": (experts, 2 * ffn),
+            f"{block}.experts.down_proj": (experts, ffn, hidden),
+            f"{block}.experts.down_proj_bias": (experts, hidden),
+        }
+    if kind == "mixtral":
+        block, experts = f"{name}.block_sparse_moe", config["num_local_experts"]
+        shapes = {f"{block}.gate.weight": (experts, hidden)}
+        for expert in range(experts):
+            for part, shape in {"w1": (ffn, hidden), "w2": (hidden, ffn), "w3": (ffn, hidden)}.items():
+                shapes[f"{block}.experts.{expert}.{part}.weight"] = shape
+        return shapes
+    experts = config["num_experts"]
+    shapes = {f"{block}.gate.weight": (experts, hidden)}
+    for expert in range(experts):
+        shapes |= _mlp_shapes(f"{block}.experts.{expert}", hidden, config["moe_intermediate_size"])
+    if kind == "qwen2_moe":
+        shapes |= _mlp_shapes(f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        shapes[f"{block}.shared_expert_gate.weight"] = (1, hidden)
     return shapes
 
 
@@ -148,7 +250,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     values = np.random.RandomState(zlib.crc32(f"{seed}/{name}".encode())).standard_normal(shape)
     if name.endswith("norm.weight"):
         values = 1.0 + 0.2 * values
-    elif name.endswith(".bias"):
+    elif name.endswith(("bias", ".sinks")):
         values = 0.3 * values
     elif "embed_tokens" in name:
         values = 0.4 * values
