@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("jaxserve.cli.chat", "Talk to a server."),
     "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
     "bench": ("jaxserve.cli.bench", "Measure a server, offline generation, or starts."),
+    "plan": ("jaxserve.cli.plan", "Say what a model needs on a TPU slice or GPU node, and compile it for one."),
     "convert": ("jaxserve.cli.convert", "Save a model in the form that an engine starts from fastest."),
     "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),
 }

@@ -34,7 +34,9 @@ class Piece:
 
     def target(self, shard: np.ndarray) -> np.ndarray:
         """The part of ``shard`` that the piece fills, as a view of it."""
-        return shard[self.into].reshape(self.view)[(*self.index, ...)]  # with the dots a view, even of one element
+        return shard[self.into].reshape(self.view)[
+            (*self.index, ...)
+        ]  # with the dots a view, even of one element
 
 
 @dataclass(frozen=True)

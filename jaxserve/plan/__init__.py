@@ -1,0 +1,1 @@
+"""Planning a deployment from a config alone: sizes, fit, real TPU compilations and floors, without the hardware."""

@@ -1,0 +1,301 @@
+"""From a config and a topology to a ``Plan``: what is computed, what is compiled, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, OutOfMemoryError
+from jaxserve.plan.floors import Floors, StepFloor
+from jaxserve.plan.hardware import Topology
+from jaxserve.plan.planned_runner import PlannedRunner
+from jaxserve.plan.programs import Collective, CompiledProgram, compile_program, planned_variants
+from jaxserve.runner.kv_arrays import bytes_per_block
+from jaxserve.sampling.state import state_bytes
+
+DEEPEST_COMPILED = 40
+"""Layers up to which whole programs are compiled, unless told otherwise; of deeper models the first ``FEW_LAYERS``."""
+FEW_LAYERS = 4
+COMPILE_CHOICES = ("all", "decode", "none")
+LAYERS_KEY = "num_hidden_layers"
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What to compile.
+
+    Args:
+        programs: ``all``, ``decode`` (no prefill: its temporaries are estimated) or ``none``.
+        num_layers: compile so many of the first layers; None: all, or of a deep model the first few.
+    """
+
+    programs: str = "all"
+    num_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Users:
+    """How many requests of so many tokens the cache holds at a time, over all ranks."""
+
+    context: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A deployment's sizes, in bytes and tokens. ``a device`` is a JAX device; a rank is a data parallel one.
+
+    Args:
+        temporaries_source: where ``temporary_bytes`` is from: ``compiled``, ``compiled with N layers``, ``estimated``.
+        why_not: None if it fits; else the engine's own error.
+        num_blocks: of the cache of one rank, the dummy block not counted; 0 if it does not fit.
+        collectives_note: what the collectives of the programs stand for.
+    """
+
+    model: str
+    architecture: str
+    topology: Topology
+    parallel: Mapping[str, Any]
+    devices_used: int
+    dtype: str
+    kv_cache_dtype: str
+    attention: str
+    why_portable: str | None
+    num_params: int
+    weight_bytes: int
+    device_weight_bytes: int
+    state_bytes: int
+    temporary_bytes: int
+    temporaries_source: str
+    budget_bytes: int
+    block_size: int
+    device_bytes_per_token: float
+    max_model_len: int
+    num_blocks: int
+    cache_tokens: int
+    device_cache_bytes: int
+    users: tuple[Users, ...]
+    why_not: str | None
+    programs: tuple[CompiledProgram, ...]
+    num_layers: int
+    step_collectives: tuple[Collective, ...]
+    collectives_note: str
+    floors: tuple[StepFloor, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.why_not is None
+
+
+def make_plan(
+    name: str,
+    hf_config: Mapping[str, Any],
+    config: EngineConfig,
+    topology: Topology,
+    *,
+    contexts: Sequence[int] = (),
+    options: CompileOptions = CompileOptions(),
+) -> Plan:
+    """Plan an engine.
+
+    Args:
+        name: of the model, to be printed.
+        hf_config: its config.json.
+        config: as for ``serve``; the platform's defaults are filled in here.
+        topology: where it would run.
+        contexts: lengths for which users are counted, beside ``max_model_len``.
+        options: what to compile.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as an engine's start would.
+    """
+    config = config.with_defaults_for(topology.platform)
+    compiles = options.programs != "none"
+    runner = PlannedRunner(config, topology, dict(hf_config), compiles=compiles)
+    estimated = estimate_temporaries(runner)
+    why_not, num_blocks, temporaries, source = None, 0, estimated, "estimated"
+    compiled: list[CompiledProgram] = []
+    collectives: tuple[Collective, ...] = ()
+    note = "not compiled"
+    try:
+        num_blocks = runner.num_blocks_for(estimated)
+        if compiles:
+            compiled, collectives, note = _compile(
+                runner, dict(hf_config), config, topology, num_blocks, options
+            )
+            measured = next((program for program in compiled if program.name == "prefill"), None)
+            if measured is not None:
+                temporaries = measured.temporary_bytes + measured.output_bytes - measured.alias_bytes
+                source = _source(measured, runner)
+                num_blocks = runner.num_blocks_for(temporaries)
+    except OutOfMemoryError as error:
+        why_not, num_blocks = str(error), 0
+    return _describe(
+        name, runner, num_blocks, temporaries, source, why_not, compiled, collectives, note, contexts
+    )
+
+
+def _source(program: CompiledProgram, runner: PlannedRunner) -> str:
+    if program.num_layers == runner.num_layers:
+        return "compiled"
+    return f"compiled with {program.num_layers} of {runner.num_layers} layers"
+
+
+def _compile(
+    runner: PlannedRunner,
+    hf_config: dict[str, Any],
+    config: EngineConfig,
+    topology: Topology,
+    num_blocks: int,
+    options: CompileOptions,
+) -> tuple[list[CompiledProgram], tuple[Collective, ...], str]:
+    """The programs, the collectives of a whole decode step, and what these are from."""
+    layers = runner.num_layers
+    few = options.num_layers or (layers if layers <= DEEPEST_COMPILED else FEW_LAYERS)
+    if few > layers:
+        raise ConfigError(
+            f"compile_layers is {few}, but the model has {layers} layers.", param="compile_layers"
+        )
+
+    def compiled(name: str, num_layers: int) -> CompiledProgram:
+        some = runner
+        if num_layers != layers:
+            some = PlannedRunner(config, topology, _with_layers(hf_config, num_layers), compiles=True)
+            some.max_model_len = runner.max_model_len
+        programs = some.programs_for(num_blocks)
+        variant = planned_variants(programs)[name]
+        try:
+            return compile_program(name, programs, variant, num_layers)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemoryError(f"The compiler refuses the {name} program: {error}") from error
+
+    found = [compiled(name, few) for name in ("prefill", "decode") if options.programs in ("all", name)]
+    decode = found[-1]
+    if few == layers:
+        return found, decode.collectives, "of the decode program"
+    if few < 2:
+        return found, decode.collectives, f"of a decode program with {few} of {layers} layers"
+    half = compiled("decode", few // 2)
+    scaled = extrapolate(half, decode, layers)
+    note = f"extrapolated from decode programs with {half.num_layers} and {few} of {layers} layers"
+    return [*found, half], scaled, note
+
+
+def _with_layers(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A config of the first layers alone."""
+    kinds = hf_config.get("layer_types")
+    shorter = {} if kinds is None else {"layer_types": list(kinds)[:num_layers]}
+    return {**hf_config, LAYERS_KEY: num_layers, **shorter}
+
+
+def extrapolate(few: CompiledProgram, more: CompiledProgram, layers: int) -> tuple[Collective, ...]:
+    """Collectives of ``layers`` layers, each like those by which two programs differ."""
+    before = {each.kind: each for each in few.collectives}
+    step = more.num_layers - few.num_layers
+    missing = layers - more.num_layers
+    result: list[Collective] = []
+    for each in more.collectives:
+        first = before.get(each.kind, Collective(each.kind, 0, 0))
+        result.append(
+            Collective(
+                each.kind,
+                round(each.count + missing * (each.count - first.count) / step),
+                round(each.result_bytes + missing * (each.result_bytes - first.result_bytes) / step),
+            )
+        )
+    return tuple(result)
+
+
+def estimate_temporaries(runner: PlannedRunner) -> int:
+    """Bytes of the largest program's temporaries by rule of thumb: a layer's widest intermediate values beside the
+    residual stream, and the sampler's copies of the logits."""
+    bucket = runner.builder.table.buckets[-1]
+    item, hidden = runner.dtype.itemsize, runner.model.hidden_size
+    per_token = int(runner.hf_config.get("num_experts_per_tok") or 1)
+    widest = 0
+    for spec in runner.model.specs.values():
+        shape = runner.device_shape(spec)
+        if len(shape) < 2 or "vocab" in spec.axes or "layers" in spec.axes:
+            continue
+        used = per_token * math.prod(shape[1:-1]) if "expert" in spec.axes else math.prod(shape[:-1])
+        widest = max(widest, used)
+    vocab = runner.device_shape(runner.model.specs["embedding"])[0]
+    return bucket.num_tokens * (2 * widest + 4 * hidden) * item + bucket.num_rows * vocab * 4 * 6
+
+
+def _describe(
+    name: str,
+    runner: PlannedRunner,
+    num_blocks: int,
+    temporaries: int,
+    source: str,
+    why_not: str | None,
+    compiled: Sequence[CompiledProgram],
+    collectives: tuple[Collective, ...],
+    note: str,
+    contexts: Sequence[int],
+) -> Plan:
+    model, ranks, size = runner.model, runner.placement.num_ranks, runner.block_size
+    block_bytes = bytes_per_block(runner.specs, size, runner.backend)
+    usable = max(0, num_blocks - 1)
+    longest = runner.max_model_len_asked()
+    lengths = sorted({length for length in contexts if length <= model.max_position_embeddings} | {longest})
+    users = tuple(Users(length, ranks * (usable // math.ceil(length / size))) for length in lengths)
+    floors = Floors(runner)
+    most = runner.max_num_seqs
+    context = lengths[0]
+    at_once = max(1, min(most, users[0].requests // ranks)) if usable else most
+    parallel = runner.config.parallel_config
+    return Plan(
+        model=name,
+        architecture=", ".join(runner.hf_config.get("architectures") or ["?"]),
+        topology=runner.topology,
+        parallel={
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "data_parallel_size": parallel.data_parallel_size,
+            "enable_expert_parallel": parallel.enable_expert_parallel,
+            "sequence_parallel": parallel.sequence_parallel,
+        },
+        devices_used=parallel.num_devices,
+        dtype=runner.dtype.name,
+        kv_cache_dtype=runner.cache_dtype.name,
+        attention=runner.backend.name,
+        why_portable=runner.why_no_kernels,
+        num_params=sum(math.prod(spec.shape) for spec in model.specs.values()),
+        weight_bytes=model.param_bytes(),
+        device_weight_bytes=runner.weight_bytes(),
+        state_bytes=state_bytes(most, model.vocab_size),
+        temporary_bytes=temporaries,
+        temporaries_source=source,
+        budget_bytes=runner.budget_bytes(),
+        block_size=size,
+        device_bytes_per_token=block_bytes / size,
+        max_model_len=longest,
+        num_blocks=usable,
+        cache_tokens=ranks * usable * size,
+        device_cache_bytes=num_blocks * block_bytes,
+        users=users,
+        why_not=why_not,
+        programs=tuple(compiled),
+        num_layers=runner.num_layers,
+        step_collectives=collectives,
+        collectives_note=note,
+        floors=(floors.decode(1, context), floors.decode(at_once, context), floors.prefill(context)),
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values."""
+    import dataclasses
+
+    value = dataclasses.asdict(replace(plan, parallel=dict(plan.parallel)))
+    for floor, given in zip(value["floors"], plan.floors, strict=True):
+        floor["seconds"] = given.seconds
+    return {"fits": plan.fits, **value}

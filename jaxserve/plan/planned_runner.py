@@ -1,0 +1,133 @@
+"""PlannedRunner: the engine's runner up to the point where it would touch a device, for devices that are not there.
+
+Model, buckets, cache size and programs come from the runner's own code. Only what a device would answer is replaced:
+which devices there are, what attention they offer, and how much memory is in use once the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.models import Model
+from jaxserve.plan.hardware import Topology
+from jaxserve.runner.kv_arrays import MemoryBudget
+from jaxserve.runner.model_runner import JaxModelRunner
+from jaxserve.runner.placement import Placement
+from jaxserve.runner.program_store import ProgramStore
+from jaxserve.runner.programs import StepPrograms
+from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
+from sharding import MESH_AXES, ParamSpec, make_mesh
+
+
+class PlannedRunner(JaxModelRunner):
+    """Args:
+    config: with the defaults of the topology's platform.
+    topology: where it would run.
+    hf_config: config.json of the model.
+    compiles: devices are asked of the compiler, so that ``programs_for`` can be compiled; else only sizes are known.
+    """
+
+    def __init__(
+        self, config: EngineConfig, topology: Topology, hf_config: dict[str, Any], *, compiles: bool
+    ) -> None:
+        super().__init__(config)
+        self.platform = topology.platform
+        self.topology, self.compiles = topology, compiles
+        self.why_no_kernels: str | None = None
+        self.placement = self._place()
+        self._choose_model({**hf_config, **config.model_config.hf_overrides})
+        self._make_builder()
+
+    def _available_devices(self) -> list[Any]:
+        if self.compiles:
+            return self.topology.devices()
+        return [None] * self.topology.num_devices
+
+    def _make_placement(self, devices: list[Any]) -> Placement:
+        parallel = self.config.parallel_config
+        tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+        if self.compiles:
+            return Placement(make_mesh(tensor, devices, data_parallel_size=data))
+        mesh = AbstractMesh((data, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        return Placement(mesh)  # type: ignore[arg-type]  # only sizes are asked of it
+
+    def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
+        group = sizes.num_heads // sizes.num_kv_heads
+        if self.platform == "tpu":
+            from pallas_kernels.ragged_paged_attention import tpu as kernels
+
+            backend: AttentionBackend = kernels.TpuAttentionBackend(self.topology.generation)
+        else:
+            from pallas_kernels.ragged_paged_attention import gpu as kernels
+
+            backend = kernels.GpuBackend()
+        reasons = [
+            kernels.supported(sizes.head_size, group, sizes.block_size, sizes.dtype, options, sizes.kv_dtype)
+            for options in model.attention_options
+        ]
+        self.why_no_kernels = next(filter(None, reasons), None)
+        return (backend if self.why_no_kernels is None else BlockedBackend()), self.why_no_kernels
+
+    def _device_budget(self, temporaries: int) -> MemoryBudget:
+        share = self.config.cache_config.gpu_memory_utilization
+        return MemoryBudget(int(self.topology.hbm_bytes * share), self.weight_bytes(), temporaries)
+
+    def _program_store(self) -> ProgramStore:
+        return ProgramStore(None, "")
+
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters on one device."""
+        return sum(self.device_bytes(spec) for spec in self.model.specs.values())
+
+    def device_bytes(self, spec: ParamSpec) -> int:
+        """Bytes of a parameter on one device."""
+        return math.prod(self.device_shape(spec)) * spec.dtype.itemsize
+
+    def device_shape(self, spec: ParamSpec) -> tuple[int, ...]:
+        """A parameter's shape on one device."""
+        sharding = spec.abstract(self.mesh, self.model.context.rules).sharding
+        assert sharding is not None
+        return sharding.shard_shape(spec.shape)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """config.json with the user's overrides."""
+        return self._hf_config
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend."""
+        return len(self.specs)
+
+    def budget_bytes(self) -> int:
+        """What weights, state, programs and cache of one device may take together."""
+        return self._device_budget(0).total
+
+    def max_model_len_asked(self) -> int:
+        """The longest request: what was asked for, or what fits the cache (auto), or the model's own."""
+        asked = self.config.model_config.max_model_len
+        if isinstance(asked, int):
+            return asked
+        return getattr(self, "max_model_len", self.model.max_position_embeddings)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of devices that are not there."""
+        assert self.placement.mesh is not None
+        return self.placement.mesh
+
+    def num_blocks_for(self, temporaries: int) -> int:
+        """Blocks of the cache of a rank, the dummy included; ``max_model_len`` is settled with it.
+
+        Raises:
+            OutOfMemoryError: the longest request does not fit.
+        """
+        return self._num_blocks(temporaries)
+
+    def programs_for(self, num_blocks: int) -> StepPrograms:
+        """The engine's programs for a cache of so many blocks."""
+        return self._programs(num_blocks)
