@@ -31,6 +31,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    detokenize_seconds: float = 0.0
+    """Spent on making text of its tokens; measured while requests are traced."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from jaxserve.config.config_file import FLAG, expand_config_file
 from jaxserve.engine.front import read_chat_template
 from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging, log_level
+from jaxserve.metrics.traces import check_tracing
 from jaxserve.parsers.registry import check_names
 
 API_KEY_VARIABLE = "JAXSERVE_API_KEY"
@@ -38,8 +39,9 @@ expand = expand_config_file
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
-    configure_logging(getattr(arguments, "log_level", None))
+    configure_logging(getattr(arguments, "log_level", None), getattr(arguments, "log_format", None))
     engine_config, server_config = configs_from(arguments)
+    check_tracing(engine_config.observability_config.otlp_traces_endpoint)
     check_names(server_config.tool_call_parser, server_config.reasoning_parser)
     chat_template = read_chat_template(engine_config.model_config.chat_template)
 

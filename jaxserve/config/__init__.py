@@ -6,6 +6,7 @@ from jaxserve.config.engine_config import (
     CompilationConfig,
     EngineConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "CompilationConfig",
     "EngineConfig",
     "ModelConfig",
+    "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
     "ServerConfig",

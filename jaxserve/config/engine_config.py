@@ -175,6 +175,26 @@ class CompilationConfig:
 
 
 @dataclass(frozen=True)
+class ObservabilityConfig:
+    """What an engine tells about its work, beside its metrics."""
+
+    log_format: str = setting(
+        "text", "Form of log lines; json writes an object a line.", choices=("text", "json")
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "Where traces of requests go, such as http://localhost:4317 (gRPC; OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="
+        "http/protobuf for HTTP). Needs the otel extra.",
+    )
+    profiler_dir: str | None = setting(
+        None, "Folder for JAX profiles; allows /start_profile and /stop_profile."
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All configs of one engine."""
 
@@ -183,14 +203,15 @@ class EngineConfig:
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Build from flat arguments, as ``LLM(model, max_num_seqs=16)`` and the command line give them."""
-        model, cache, scheduler, parallel, compilation = split_kwargs(kwargs, ENGINE_CONFIGS)
+        model, cache, scheduler, parallel, compilation, observability = split_kwargs(kwargs, ENGINE_CONFIGS)
         return cls(
             ModelConfig(**model), CacheConfig(**cache), SchedulerConfig(**scheduler), ParallelConfig(**parallel),
-            CompilationConfig(**compilation),
+            CompilationConfig(**compilation), ObservabilityConfig(**observability),
         )  # fmt: skip
 
     def with_defaults_for(self, platform: str) -> EngineConfig:
@@ -223,6 +244,7 @@ ENGINE_CONFIGS: list[type[Any]] = [
     SchedulerConfig,
     ParallelConfig,
     CompilationConfig,
+    ObservabilityConfig,
 ]
 
 

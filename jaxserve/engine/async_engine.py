@@ -14,8 +14,9 @@ from jaxserve.engine.front import Front, check_fits, check_priority
 from jaxserve.engine.output_processor import OutputProcessor
 from jaxserve.engine.output_queue import RequestOutputQueue
 from jaxserve.engine.protocol import Prompt
-from jaxserve.errors import EngineDeadError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.metrics.traces import open_tracer
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import EngineCoreOutputs, EngineInfo, SchedulerStats
@@ -52,7 +53,8 @@ class AsyncEngine:
         self._front = front
         self._info = info
         self._inputs = front.input_processor(config, info)
-        self._outputs = OutputProcessor(front.tokenizer)
+        self._tracer = open_tracer(config.observability_config.otlp_traces_endpoint)
+        self._outputs = OutputProcessor(front.tokenizer, tracer=self._tracer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = SchedulerStats()
         self._records_state = records_state
@@ -203,11 +205,37 @@ class AsyncEngine:
         self._ensure_alive()
         self._client.reset_prefix_cache()
 
+    async def start_profile(self) -> None:
+        """Begin a JAX profile of the engine core's process, in the folder ``profiler_dir``.
+
+        Raises:
+            InvalidRequestError: the engine was started without one, or a profile runs already.
+            EngineDeadError: the engine core died.
+        """
+        await self._profile(start=True)
+
+    async def stop_profile(self) -> None:
+        """End the profile and write it; steps wait meanwhile.
+
+        Raises:
+            InvalidRequestError: no profile runs.
+            EngineDeadError: the engine core died.
+        """
+        await self._profile(start=False)
+
+    async def _profile(self, *, start: bool) -> None:
+        self._ensure_alive()
+        error = await asyncio.wrap_future(self._client.profile(start=start))
+        if error is not None:
+            raise InvalidRequestError(error, param="profiler_dir")
+
     def shutdown(self) -> None:
         """End the engine core and everything it started; callable twice, and after the core died."""
         self._client.close()
         self._outputs.fail_all(EngineDeadError("The engine was shut down."))
         self._inputs.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     # --- from the core --------------------------------------------------------------------------------------
 

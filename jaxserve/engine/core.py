@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from typing import Protocol
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import UnsupportedError
@@ -33,6 +34,14 @@ GRAMMAR_POLL_SECONDS = 0.002
 STEP_FAILED = "The engine failed in a step that held this request. The server goes on; try again."
 
 
+class Profiler(Protocol):
+    """Writes what the device and the host do in between to a folder."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class EngineCore:
     """One scheduler and one runner. One thread calls everything.
 
@@ -43,14 +52,21 @@ class EngineCore:
         config: with the platform's defaults filled in.
         runner: initialized here.
         grammars: compiles what constrains outputs; None takes no such requests.
+        profiler: None refuses profiles.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, grammars: GrammarCompiler | None = None
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        grammars: GrammarCompiler | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         started = time.monotonic()
         self.runner = runner
         self.grammars = grammars
+        self._profiler = profiler
+        self._profiles = False
         self._mask_filler = None if grammars is None else MaskFiller(grammars)
         info = runner.initialize()
         self.scheduler = Scheduler(
@@ -183,6 +199,21 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.reset_prefix_cache()
+
+    def profile(self, *, start: bool) -> str | None:
+        """Begin a profile, or end it and write it; what keeps it from that, or None."""
+        if self._profiler is None:
+            return "Profiling is off: start the engine with --profiler-dir FOLDER."
+        if self._profiles == start:
+            return "A profile is running already." if start else "No profile is running."
+        try:
+            self._profiler.start() if start else self._profiler.stop()
+        except Exception as error:  # a full disk must not end the engine
+            logger.exception("The profile failed")
+            self._profiles = False
+            return f"The profile failed: {error}"
+        self._profiles = start
+        return None
 
     def close(self) -> None:
         """Free the device's memory. Nothing may be called afterwards."""

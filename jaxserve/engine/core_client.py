@@ -6,6 +6,7 @@ AttachedCore: the core takes everybody's requests from one socket and answers ea
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from jaxserve.engine.wire import (
     Died,
     FromCore,
     Outputs,
+    Profile,
+    Profiled,
     Ready,
     ResetPrefixCache,
     StartFailed,
@@ -72,6 +76,9 @@ class AttachedCore:
         self._reader: threading.Thread | None = None
         self._closing = threading.Event()
         self._on_death: Callable[[BaseException], None] | None = None
+        self._calls: dict[int, Future[str | None]] = {}
+        """Calls that were not answered yet."""
+        self._call_ids = itertools.count()
         self.error: BaseException | None = None
         """Why the core died."""
 
@@ -105,6 +112,11 @@ class AttachedCore:
                     message = self._receive()
                     if isinstance(message, Outputs):
                         on_outputs(message.outputs)
+                    elif isinstance(message, Profiled):
+                        call = self._calls.pop(message.call, None)
+                        # A call may have been cancelled; once it runs it cannot be.
+                        if call is not None and call.set_running_or_notify_cancel():
+                            call.set_result(message.error)
                     elif isinstance(message, Died):
                         raise EngineDeadError(f"The engine core died: {message.message}")
             except BaseException as error:
@@ -118,6 +130,10 @@ class AttachedCore:
         if self._closing.is_set() or self.error is not None:
             return
         self.error = error
+        while self._calls:
+            _, call = self._calls.popitem()
+            if call.set_running_or_notify_cancel():
+                call.set_exception(EngineDeadError(str(error)))
         if self._on_death is not None:
             self._on_death(error)
 
@@ -132,6 +148,16 @@ class AttachedCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._send(ResetPrefixCache())
+
+    def profile(self, *, start: bool) -> Future[str | None]:
+        """Begin a profile of the core, or end it; what kept it from that, or None."""
+        call: Future[str | None] = Future()
+        number = next(self._call_ids)
+        self._calls[number] = call
+        if self.error is not None:  # since the caller looked; nobody would answer
+            raise EngineDeadError(str(self.error))
+        self._send(Profile(number, start, self._client))
+        return call
 
     def _send(self, message: ToCore) -> None:
         self._sender.send(self._encoder.encode(message))

@@ -32,6 +32,8 @@ from jaxserve.engine.wire import (
     Died,
     FromCore,
     Outputs,
+    Profile,
+    Profiled,
     Ready,
     ResetPrefixCache,
     StartFailed,
@@ -128,6 +130,8 @@ class CoreProcess:
                     self._send_outputs(core.state())
             case ResetPrefixCache():
                 core.reset_prefix_cache()
+            case Profile(call, start, client):
+                self._send(Profiled(call, core.profile(start=start)), client)
             case Stop():
                 return False
         return True
@@ -210,7 +214,7 @@ def main() -> int:
         config: EngineConfig = pickle.loads(
             _read_exactly(stdin, int.from_bytes(_read_exactly(stdin, 8), "little"))
         )
-    configure_logging(config.compilation_config.log_level)
+    configure_logging(config.compilation_config.log_level, config.observability_config.log_format)
     process = CoreProcess(sys.argv[1], sys.argv[2:])
     code = process.run(config)
     process.flush()

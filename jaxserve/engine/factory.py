@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import EngineCore, Profiler
 from jaxserve.engine.front import Front
 from jaxserve.engine.grammars import grammar_compiler
 from jaxserve.step import ModelRunner
@@ -41,8 +41,12 @@ def create_core(config: EngineConfig) -> EngineCore:
     grammars = grammar_compiler(tokenizer_and_ends, vocab_size)
     runner: ModelRunner = model_runner.JaxModelRunner(config)
     try:
-        core = EngineCore(config, runner, grammars)
+        core = EngineCore(config, runner, grammars, _profiler(config.observability_config.profiler_dir))
     except BaseException:  # Ctrl-C while it compiles, too: the traceback keeps the runner
         runner.close()
         raise
     return core
+
+
+def _profiler(folder: str | None) -> Profiler | None:
+    return None if folder is None else importlib.import_module("jaxserve.runner.profiler").JaxProfiler(folder)

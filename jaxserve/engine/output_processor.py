@@ -10,6 +10,7 @@ from jaxserve.engine.input_processor import ProcessedRequest
 from jaxserve.engine.output_queue import RequestOutputQueue
 from jaxserve.engine.request_state import CompletionState, RequestState
 from jaxserve.errors import InvalidRequestError, JaxserveError, RequestFailedError
+from jaxserve.metrics.traces import TracedRequest, client_trace
 from jaxserve.outputs import RequestOutput
 from jaxserve.step import EngineCoreOutput
 from jaxserve.tokenizer.interface import Tokenizer
@@ -17,6 +18,7 @@ from jaxserve.tokenizer.pieces import pieces_of
 
 if TYPE_CHECKING:
     from jaxserve.metrics.engine_metrics import EngineMetrics
+    from jaxserve.metrics.traces import RequestTracer
 
 
 class ProcessedOutputs(NamedTuple):
@@ -37,10 +39,18 @@ class OutputProcessor:
     Args:
         tokenizer: None gives token ids only.
         metrics: fed with prompts, tokens and finished requests; may be set later.
+        tracer: fed with finished requests.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        metrics: EngineMetrics | None = None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
         self.metrics = metrics
+        self.tracer = tracer
         self._pieces = None if tokenizer is None else pieces_of(tokenizer)
         self._requests: dict[str, RequestState] = {}
         self._completions: dict[str, CompletionState] = {}
@@ -84,6 +94,8 @@ class OutputProcessor:
                 param="request_id",
             )
         state = RequestState(request, self._pieces, queue)
+        if self.tracer is not None:
+            state.parent_trace = client_trace.get()
         if queue is not None:
             queue.attach(state)
         self._requests[state.request_id] = state
@@ -169,7 +181,12 @@ class OutputProcessor:
             state.add_prompt_logprobs(output.prompt_logprobs)
         if output.num_preemptions > state.metrics.num_preemptions:
             state.metrics.num_preemptions = output.num_preemptions
-        stopped = completion.append(output)
+        if self.tracer is None:
+            stopped = completion.append(output)
+        else:
+            began = time.perf_counter()
+            stopped = completion.append(output)
+            state.metrics.detokenize_seconds += time.perf_counter() - began
         if completion.finish_reason is not None:
             self._finish(completion)
         return stopped
@@ -228,6 +245,8 @@ class OutputProcessor:
         self._record_finished(state, "error")
 
     def _record_finished(self, state: RequestState, finish_reason: str) -> None:
+        if self.tracer is not None:
+            self._trace(self.tracer, state, finish_reason)
         if self.metrics is None:
             return
         from jaxserve.metrics.engine_metrics import FinishedRequest
@@ -243,5 +262,22 @@ class OutputProcessor:
                 n=len(state.completions),
                 max_tokens=state.sampling_params.max_tokens,
                 times=state.metrics,
+            )
+        )
+
+    def _trace(self, tracer: RequestTracer, state: RequestState, finish_reason: str) -> None:
+        tracer.record(
+            TracedRequest(
+                request_id=state.request_id,
+                model="" if self.metrics is None else self.metrics.model_name,
+                params=state.sampling_params,
+                parent=state.parent_trace,
+                times=state.metrics,
+                ended=time.monotonic(),
+                # A failed request's other completions never got one of their own.
+                finish_reasons=[c.finish_reason or finish_reason for c in state.completions],
+                num_prompt_tokens=len(state.prompt_token_ids),
+                num_cached_tokens=state.num_cached_tokens,
+                num_generation_tokens=sum(c.num_tokens for c in state.completions),
             )
         )

@@ -87,6 +87,22 @@ class EngineClient(Protocol):
         """Forget all cached prefixes."""
         ...
 
+    async def start_profile(self) -> None:
+        """Begin a profile of the engine core.
+
+        Raises:
+            InvalidRequestError: profiling is off, or a profile runs already.
+        """
+        ...
+
+    async def stop_profile(self) -> None:
+        """End the profile and write it.
+
+        Raises:
+            InvalidRequestError: no profile runs.
+        """
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize for /tokenize, without admitting anything."""
         ...

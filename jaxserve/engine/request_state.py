@@ -6,7 +6,7 @@ and what it missed comes merged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.input_processor import ProcessedRequest
@@ -170,7 +170,7 @@ class RequestState:
 
     __slots__ = (
         "_kind", "_pieces", "_prompt_logprobs", "_wants_prompt_logprobs", "changed", "completions", "metrics",
-        "num_cached_tokens", "num_running", "prompt", "prompt_token_ids", "queue", "request_id",
+        "num_cached_tokens", "num_running", "parent_trace", "prompt", "prompt_token_ids", "queue", "request_id",
         "sampling_params",
     )  # fmt: skip
 
@@ -183,6 +183,8 @@ class RequestState:
         self.sampling_params: SamplingParams = request.sampling_params
         self.queue = queue
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.parent_trace: Mapping[str, str] | None = None
+        """The client's trace headers, where requests are traced."""
         self.num_cached_tokens = 0
         self.changed = False
         """Whether there is an output to take."""

@@ -53,6 +53,15 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """Forget all cached prefixes."""
 
 
+class Profile(msgspec.Struct, tag=True):
+    """Begin a profile, or end it. Answered with Profiled."""
+
+    call: int
+    start: bool
+    client: int = 0
+    """Who gets the answer."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """End the core's process."""
 
@@ -77,11 +86,18 @@ class Outputs(msgspec.Struct, tag=True):
     outputs: EngineCoreOutputs
 
 
+class Profiled(msgspec.Struct, tag=True):
+    """A Profile was carried out, unless ``error`` says why not."""
+
+    call: int
+    error: str | None = None
+
+
 class Died(msgspec.Struct, tag=True):
     """The core ends because of an error that it could not contain."""
 
     message: str
 
 
-ToCore = Add | Abort | ResetPrefixCache | Stop
-FromCore = Ready | StartFailed | Outputs | Died
+ToCore = Add | Abort | ResetPrefixCache | Profile | Stop
+FromCore = Ready | StartFailed | Outputs | Profiled | Died

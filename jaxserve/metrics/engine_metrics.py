@@ -79,6 +79,7 @@ class EngineMetrics:
 
     def __init__(self, model_name: str, max_model_len: int, *, engine: str = "0") -> None:
         self.registry = CollectorRegistry(auto_describe=True)
+        self.model_name = model_name
         self._labels = {"model_name": model_name, "engine": engine}
         self._last = SchedulerStats()
         tokens = one_two_five(max_model_len)

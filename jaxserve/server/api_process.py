@@ -28,7 +28,8 @@ def main() -> int:
     stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 it stays open
     size = int.from_bytes(_read_exactly(stdin.fileno(), 8), "little")
     task: ServerTask = pickle.loads(_read_exactly(stdin.fileno(), size))
-    configure_logging(task.engine_config.compilation_config.log_level)
+    config = task.engine_config
+    configure_logging(config.compilation_config.log_level, config.observability_config.log_format)
     core = AttachedCore(task.core)
     threading.Thread(target=_watch_supervisor, args=(stdin.fileno(), core), daemon=True).start()
     try:

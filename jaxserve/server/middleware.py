@@ -17,7 +17,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.logs import FIELDS
 from jaxserve.metrics.http_metrics import HTTPMetrics
+from jaxserve.metrics.traces import TRACE_HEADERS, client_trace
 from jaxserve.server.errors import HTTPProblem, error_response, is_anthropic
 from jaxserve.server.streaming import ClientDisconnected
 
@@ -59,16 +61,21 @@ class RequestMiddleware:
                 logger.exception("Request %s failed.", exchange.request_id)
             await exchange.fail(error, receive)
         finally:
-            self._record(scope, exchange.status, time.perf_counter() - began)
+            self._record(scope, exchange, time.perf_counter() - began)
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        status = exchange.status
         handler = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in METHODS else "OTHER"
         self._metrics.record(handler, method, status, seconds)
         if route_path(scope) not in QUIET_PATHS:
             # The path as it was sent: percent-encoded, so that it cannot break a log line.
             path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
-            logger.info("%s %s %d in %.3f s", method, path, status, seconds)
+            fields = {
+                "method": method, "path": path, "status": status, "seconds": round(seconds, 6),
+                "request_id": exchange.request_id, **(exchange.trace or {}),
+            }  # fmt: skip
+            logger.info("%s %s %d in %.3f s", method, path, status, seconds, extra={FIELDS: fields})
 
 
 class _Exchange:
@@ -76,7 +83,8 @@ class _Exchange:
 
     def __init__(self, scope: Scope, send: Send, send_id: bool) -> None:
         self._send_id = send_id
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER)
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID_HEADER)
         self._invalid = given is not None and _REQUEST_ID.fullmatch(given) is None
         self.request_id = uuid.uuid4().hex if given is None or self._invalid else given
         self.status = 500
@@ -84,6 +92,9 @@ class _Exchange:
         self._send = send
         self._started = False
         scope.setdefault("state", {})["request_id"] = self.request_id
+        # The trace that the client is in: the engine's spans go on with it. Each request has a context of its own.
+        self.trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
+        client_trace.set(self.trace)
 
     def check_request_id(self) -> None:
         if self._invalid:

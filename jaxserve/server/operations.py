@@ -1,5 +1,5 @@
-"""What operators ask a server: /health, /ping, /version, /load, /metrics; in development mode also /server_info and
-/reset_prefix_cache."""
+"""What operators ask a server: /health, /ping, /version, /load, /metrics, /start_profile, /stop_profile; in development
+mode also /server_info and /reset_prefix_cache."""
 
 from __future__ import annotations
 
@@ -49,9 +49,25 @@ def operation_routes(service: GenerationService, metrics: EngineMetrics, config:
     router.add_api_route("/version", version)
     router.add_api_route("/load", load)
     router.add_api_route("/metrics", prometheus)
+    _add_profile_routes(router, service)
     if config.enable_dev_mode:
         _add_development_routes(router, service, config)
     return router
+
+
+def _add_profile_routes(router: APIRouter, service: GenerationService) -> None:
+    async def start_profile() -> Response:
+        """Begin a JAX profile of the engine; refused unless it was started with ``--profiler-dir``."""
+        await service.engine.start_profile()
+        return Response()
+
+    async def stop_profile() -> Response:
+        """End the profile and write it to the engine's ``--profiler-dir``."""
+        await service.engine.stop_profile()
+        return Response()
+
+    router.add_api_route("/start_profile", start_profile, methods=["POST"])
+    router.add_api_route("/stop_profile", stop_profile, methods=["POST"])
 
 
 def _add_development_routes(router: APIRouter, service: GenerationService, config: ServerConfig) -> None:

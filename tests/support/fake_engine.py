@@ -217,6 +217,12 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    async def start_profile(self) -> None:
+        raise InvalidRequestError("Profiling is off.", param="profiler_dir")
+
+    async def stop_profile(self) -> None:
+        raise InvalidRequestError("Profiling is off.", param="profiler_dir")
+
     def die(self, reason: str = "the core was killed") -> None:
         """End the engine: every stream fails, nothing is admitted any more."""
         self.errored = EngineDeadError(reason)

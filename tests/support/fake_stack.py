@@ -47,7 +47,7 @@ def serve(options: dict[str, Any]) -> int:
     engine: dict[str, Any] = {"model": options["model"], "load_format": "dummy", "log_level": "warning"}
     config = EngineConfig.from_kwargs(**{**engine, **options.get("engine", {})})
     server = replace(ServerConfig(), **options.get("server", {}))
-    configure_logging(config.compilation_config.log_level)
+    configure_logging(config.compilation_config.log_level, config.observability_config.log_format)
     os.environ["FAKE_RUNNER"] = json.dumps(options.get("runner", {}))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SUPPORT)])
     if server.api_server_count > 1:
