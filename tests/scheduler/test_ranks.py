@@ -59,9 +59,12 @@ def test_prompts_spread_over_the_ranks():
 
 
 def test_a_long_prompt_draws_the_next_ones_elsewhere():
-    """The rank that goes on computing it has more to do than one that computes three short ones."""
+    """The rank that has it has more to do than one that holds more and computes three short ones."""
     harness = make_harness(max_num_batched_tokens=32)
-    harness.add("long", prompt_of(0, 100), ignore_eos=True)
+    occupy(harness, 1, 151)
+    while not harness.step().num_decode_rows:
+        pass
+    harness.add("long", prompt_of(0, 190), ignore_eos=True)
     assert starts(harness.step()) == {"long": 0}
     for index in range(3):
         harness.add(f"short{index}", prompt_of(index + 1, 8), ignore_eos=True)
@@ -91,6 +94,24 @@ def test_a_cached_prefix_draws_until_its_rank_is_clearly_more_loaded(held, rank)
     harness.add("new", prompt)
     assert starts(harness.step()) == {"new": rank}
     assert harness.scheduler.stats().prefix_cache_hits == (8 if rank == 1 else 0)
+
+
+def test_a_conversation_returns_to_its_rank():
+    """Also what was generated is found there, and there alone."""
+    harness = make_harness(4)
+    for index in (3, 1):
+        harness.scheduler._planner._first_rank = index
+        harness.add(f"r{index}", prompt_of(index, 10), max_tokens=11, ignore_eos=True)
+        assert starts(harness.step()) == {f"r{index}": index}
+    harness.run()
+    for index in (3, 1):
+        harness.scheduler._planner._first_rank = 0
+        harness.add(f"next{index}", [*harness.requests[f"r{index}"].all_token_ids, 3, 4], ignore_eos=True)
+        assert starts(harness.step()) == {f"next{index}": index}
+    assert harness.scheduler.stats().prefix_cache_hits == 2 * 20
+    harness.run()
+    harness.check_result("next3")
+    harness.check_result("next1")
 
 
 def test_choices_of_one_prompt_share_its_blocks():

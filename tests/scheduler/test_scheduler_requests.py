@@ -278,18 +278,19 @@ def test_a_request_that_outgrows_the_whole_cache_fails_with_a_clear_error(depth:
     harness.check_result("b")
 
 
-def test_a_waiting_request_that_cannot_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cached prefix of a prompt, let in by mistake, fills the whole cache."""
-    harness = Harness(num_blocks=4)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_waiting_request_that_cannot_start_fails(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The cached prefix of a prompt, let in by mistake, fills the whole cache; no other rank is tried."""
+    harness = Harness(num_blocks=4, data_parallel_size=ranks)
     harness.add("a", [1] * 16, max_tokens=1)
     harness.run()
     monkeypatch.setattr(harness.scheduler.kv_caches[0], "fits_alone", lambda _: True)
     harness.add("b", [1] * 17)
     harness.add("c", [3] * 5)
     harness.run()
-    assert "17 tokens now; the KV cache (4 blocks of 4 tokens) is too small" in (
-        harness.results["b"].error or ""
-    )
+    assert "17 tokens now; the KV cache" in (harness.results["b"].error or "")
+    assert "(4 blocks of 4 tokens) is too small" in (harness.results["b"].error or "")
+    assert harness.results["b"].token_ids == []
     harness.check_result("c")
 
 

@@ -169,8 +169,13 @@ class Harness:
     def schedule(self) -> SchedulerOutput:
         """Schedule a step and dispatch it, if it has tokens."""
         self.now += 1.0
+        before = [(request, request.data_rank, request.num_preemptions) for request in self.scheduler.running]
         step = self.scheduler.schedule(self.now)
         if step.num_scheduled_tokens:
+            preempting = {rank for request, rank, count in before if request.num_preemptions > count}
+            assert preempting.isdisjoint(new.data_rank for new in step.new_requests), (
+                "starts where others lost rows"
+            )
             self.in_flight.append((step, self.runner.execute(step)))
         else:
             assert step == SchedulerOutput(step.step_id)
