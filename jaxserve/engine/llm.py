@@ -410,6 +410,7 @@ def _drop_failed_calls() -> None:
             if str(frame.f_globals.get("__name__", "")).startswith("jaxserve."):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
+                    _ = frame.f_locals  # before Python 3.13 a dict of its own, made anew by being read
     gc.collect()
 
 

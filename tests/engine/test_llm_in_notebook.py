@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_an_interrupted_call_does_not_keep_its_llm(tiny_model, monkeypatch):
     try:
         llm.generate("hello", PARAMS, use_tqdm=False)
     except KeyboardInterrupt as error:
+        for frame, _ in list(traceback.walk_tb(error.__traceback__))[1:]:
+            frame.f_locals.keys()  # it shows them, which copies them before Python 3.13
         monkeypatch.setattr(sys, "last_value", error, raising=False)
     llm._core.step = step
     assert len(llm.generate("hello", PARAMS, use_tqdm=False)) == 1
