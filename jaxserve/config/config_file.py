@@ -33,7 +33,7 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
         flag = flag_name(name.removeprefix("--").replace("-", "_"))
         if flag in given or (flag == "--model" and positional):
             continue
-        flags += _as_flags(flag, value)
+        flags += as_flags(flag, value)
     return [*rest[:1], *flags, *rest[1:]] if positional else [*flags, *rest]
 
 
@@ -73,7 +73,8 @@ def _read(path: str) -> Mapping[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _as_flags(flag: str, value: Any) -> list[str]:
+def as_flags(flag: str, value: Any) -> list[str]:
+    """``flag`` and a value out of YAML, as words of a command line."""
     if value is None:
         return []
     if isinstance(value, bool):
