@@ -92,11 +92,12 @@ class Placement:
             in_specs: one for each argument; out_specs: of the result.
             donate: arguments that the result takes the place of.
         """
-        if self.mesh is not None:
-            function = jax.shard_map(
-                function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
-        return jax.jit(function, donate_argnums=tuple(donate))
+        mesh = self.mesh
+        if mesh is None:
+            return jax.jit(function, donate_argnums=tuple(donate))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
+        return jax.jit(mapped, donate_argnums=tuple(donate), out_shardings=shardings)
 
     def zeros(self, abstract: Any) -> Any:
         """Arrays of zeros in these shapes and shardings."""

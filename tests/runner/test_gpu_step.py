@@ -12,8 +12,10 @@ from step_programs import step_programs
 
 from jaxserve.models import build
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.placement import Placement
 from jaxserve.runner.programs import StepVariant
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
+from sharding import make_mesh
 
 pytestmark = [
     pytest.mark.device,
@@ -35,6 +37,26 @@ def test_it_lowers(name, num_tokens, decode_only):
     programs = step_programs(
         model, backend, [bucket], num_blocks=50, block_size=64, max_num_seqs=16, max_blocks_per_row=32
     )
+    features = Feature.NONE if decode_only else ALL_FEATURES
+    step, arguments = programs.step(StepVariant(bucket, features, decode_only))
+    lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)")
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_it_lowers_over_a_mesh(decode_only):
+    """Two data parallel ranks of two tensor-parallel devices: the kernels see one device's heads and rows."""
+    from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+
+    config = {**json.loads((MODELS / "llama-8b" / "config.json").read_text()), "num_hidden_layers": 1}
+    backend = GpuBackend(num_sms=132)
+    model = build(config, backend, jnp.bfloat16, 2, data_parallel_size=2)
+    bucket = Bucket(16, 16)
+    programs = step_programs(
+        model, backend, [bucket], num_blocks=50, block_size=64, max_num_seqs=16, max_blocks_per_row=32,
+        placement=Placement(make_mesh(2, data_parallel_size=2)),
+    )  # fmt: skip
     features = Feature.NONE if decode_only else ALL_FEATURES
     step, arguments = programs.step(StepVariant(bucket, features, decode_only))
     lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
