@@ -58,19 +58,22 @@ def test_prompts_spread_over_the_ranks():
         harness.check_result(f"r{index}")
 
 
-def test_a_long_prompt_draws_the_next_ones_elsewhere():
-    """The rank that has it has more to do than one that holds more and computes three short ones."""
+def test_two_prompts_spread_though_one_rank_holds_more():
+    """Else one rank would compute both while the other one decodes, padded to the same size."""
+    harness = make_harness(max_num_batched_tokens=128)
+    occupy(harness, 1, 99)
+    harness.add("first", prompt_of(1, 40))
+    harness.add("second", prompt_of(2, 40))
+    assert starts(harness.step()) == {"first": 0, "second": 1}
+
+
+def test_nobody_waits_long_for_a_short_prefix():
+    """The first blocks are being computed on rank 0, but much else after them."""
     harness = make_harness(max_num_batched_tokens=32)
-    occupy(harness, 1, 151)
-    while not harness.step().num_decode_rows:
-        pass
-    harness.add("long", prompt_of(0, 190), ignore_eos=True)
-    assert starts(harness.step()) == {"long": 0}
-    for index in range(3):
-        harness.add(f"short{index}", prompt_of(index + 1, 8), ignore_eos=True)
-    step = harness.step()
-    assert starts(step) == dict.fromkeys(["short0", "short1", "short2"], 1)
-    assert step.num_scheduled_tokens["long"] == 32
+    long = prompt_of(0, 190)
+    harness.add("long", long)
+    harness.add("short", [*long[:12], 3, 3, 3, 3])
+    assert starts(harness.step()) == {"long": 0, "short": 1}
 
 
 def test_an_idle_engine_takes_turns():
