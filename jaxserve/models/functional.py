@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.params import LayerContext
 from jaxserve.models.interface import CausalLM
@@ -118,7 +118,8 @@ def build(
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
-        ConfigError: a tensor-parallel size that the model's heads or sizes do not allow.
+        ConfigError: sizes that the model's heads, feed-forward or experts do not allow, or experts spread where there
+            are none.
     """
     family = find_family(config)
     quantization = config.get("quantization_config") or config.get("compression_config")
@@ -135,6 +136,11 @@ def build(
     graphdef, state = nnx.split(module)
     variables, treedef = jax.tree.flatten_with_path(state, is_leaf=_is_variable)
     specs = {_name(path): variable.get_metadata()["spec"] for path, variable in variables}
+    if expert_parallel and not any("expert" in spec.axes for spec in specs.values()):
+        named = ", ".join(config.get("architectures") or ["the model"])
+        raise ConfigError(
+            f"enable_expert_parallel: {named} has no experts; leave it out.", param="enable_expert_parallel"
+        )
     leaves_treedef = jax.tree.structure(state)
     assert leaves_treedef.num_leaves == len(specs) == treedef.num_leaves
     return Model(

@@ -187,6 +187,7 @@ def test_windows_without_layer_types() -> None:
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, {}, UnsupportedModelError, "'fp8'"),
         ("qwen2_moe", {}, {"tensor_parallel_size": 4, "expert_parallel": True}, ConfigError,
          "6 experts cannot be spread evenly over 4 devices"),
+        ("llama", {}, {"expert_parallel": True}, ConfigError, "LlamaForCausalLM has no experts"),
         ("qwen3_moe", {"moe_intermediate_size": 30}, {"tensor_parallel_size": 4}, ConfigError,
          "does not divide the experts' feed-forward size 30"),
     ],
