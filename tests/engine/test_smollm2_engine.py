@@ -262,10 +262,11 @@ def test_concurrency(served, each_alone, concurrency, kind, cold):
     ids=["no-prefix-caching", "no-async", "budget-16-tiny-cache", "budget-64-tiny-cache"],
 )
 def test_engines(each_alone, arguments):
+    half = slice(1, None, 2)  # with the longest prompt
     with LLM(**arguments) as llm:
-        answers = run(llm, CASES)
-        check_same(answers, each_alone)
-        check_parity(answers, CASES)
+        answers = run(llm, CASES[half])
+        check_same(answers, each_alone[half])
+        check_parity(answers, CASES[half])
         stats = llm._core.scheduler.stats()
         if arguments.get("enable_prefix_caching") is False:
             assert stats.prefix_cache_hits == 0
