@@ -8,16 +8,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxserve.config import (
+    CacheConfig,
+    CompilationConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from jaxserve.config.cli_flags import add_config_flags, flags_given, parse_size
 from jaxserve.errors import CheckpointError
 from jaxserve.logs import configure_logging
 
-CONFIGS: list[type[Any]] = [ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig]
+CONFIGS: list[type[Any]] = [ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, CompilationConfig]
 FLAGS = {
     "revision", "dtype", "max_model_len", "hf_overrides", "max_logprobs", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "sequence_parallel",
+    "compile_cache_dir",
 }  # fmt: skip
 
 
@@ -41,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile-layers", type=int, metavar="N",
         help="Compile programs of the first N layers. Default: all of up to 40, else 4.",
     )  # fmt: skip
+    parser.add_argument(
+        "--fill-cache", action="store_true",
+        help="Compile every program and store it for an engine on the real devices. Takes long.",
+    )  # fmt: skip
     add_config_flags(parser, CONFIGS, only=FLAGS)
 
 
@@ -61,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         config,
         topology,
         contexts=arguments.context,
-        options=CompileOptions(programs, arguments.compile_layers),
+        options=CompileOptions(programs, arguments.compile_layers, arguments.fill_cache),
     )
     print(json.dumps(as_json(plan), indent=2) if arguments.json else render(plan))
     return 0 if plan.fits else 1

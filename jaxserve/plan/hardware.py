@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from importlib import resources
 from typing import Any
 
 from jaxserve.errors import ConfigError
+
+LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "none", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+}  # fmt: skip
+"""So that libtpu neither asks the cloud for a TPU, nor wants to own it alone, nor complains that there is none."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,17 @@ class Topology:
                 "--no-compile for the arithmetic alone.",
                 param="no_compile",
             )
-        # libtpu need not ask the cloud for a TPU, nor own it alone.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        for variable, value in LIBTPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
         from jax.experimental import topologies
 
-        found = topologies.get_topology_desc(topology_name=self.compiler_name, platform="tpu").devices
-        return list(found)[: self.num_devices]
+        chips = [int(side) for side in self.compiler_name.partition(":")[2].split("x")]
+        host = chips if len(chips) == 2 and math.prod(chips) <= 8 else [min(side, 2) for side in chips[:2]]
+        host = [*host, 1][:3]
+        found = topologies.get_topology_desc(
+            topology_name=self.compiler_name, platform="tpu", chips_per_host_bounds=host
+        )
+        return list(found.devices)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from jaxserve.plan.programs import Collective, CompiledProgram, compile_program,
 from jaxserve.runner.kv_arrays import bytes_per_block
 from jaxserve.sampling.state import state_bytes
 
+logger = logging.getLogger(__name__)
+
 DEEPEST_COMPILED = 40
 """Layers up to which whole programs are compiled, unless told otherwise; of deeper models the first ``FEW_LAYERS``."""
 FEW_LAYERS = 4
@@ -32,10 +35,12 @@ class CompileOptions:
     Args:
         programs: ``all``, ``decode`` (no prefill: its temporaries are estimated) or ``none``.
         num_layers: compile so many of the first layers; None: all, or of a deep model the first few.
+        fill_cache: then compile every program of the engine for the cache's size, and store it for the real devices.
     """
 
     programs: str = "all"
     num_layers: int | None = None
+    fill_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Plan:
         why_not: None if it fits; else the engine's own error.
         num_blocks: of the cache of one rank, the dummy block not counted; 0 if it does not fit.
         collectives_note: what the collectives of the programs stand for.
+        num_stored: programs in the store that an engine on the real devices looks into, where that was asked for.
     """
 
     model: str
@@ -86,6 +92,7 @@ class Plan:
     step_collectives: tuple[Collective, ...]
     collectives_note: str
     floors: tuple[StepFloor, ...]
+    num_stored: int | None
 
     @property
     def fits(self) -> bool:
@@ -115,6 +122,10 @@ def make_plan(
         ConfigError, UnsupportedModelError: as an engine's start would.
     """
     config = config.with_defaults_for(topology.platform)
+    if options.fill_cache and options.programs != "all":
+        raise ConfigError(
+            "fill_cache compiles every program: it cannot do so with fewer.", param="fill_cache"
+        )
     compiles = options.programs != "none"
     runner = PlannedRunner(config, topology, dict(hf_config), compiles=compiles)
     estimated = estimate_temporaries(runner)
@@ -122,6 +133,7 @@ def make_plan(
     compiled: list[CompiledProgram] = []
     collectives: tuple[Collective, ...] = ()
     note = "not compiled"
+    num_stored: int | None = None
     try:
         num_blocks = runner.num_blocks_for(estimated)
         if compiles:
@@ -133,10 +145,22 @@ def make_plan(
                 temporaries = measured.temporary_bytes + measured.output_bytes - measured.alias_bytes
                 source = _source(measured, runner)
                 num_blocks = runner.num_blocks_for(temporaries)
+            if options.fill_cache:
+                num_stored = fill_cache(runner, num_blocks)
     except OutOfMemoryError as error:
         why_not, num_blocks = str(error), 0
     return _describe(
-        name, runner, num_blocks, temporaries, source, why_not, compiled, collectives, note, contexts
+        name,
+        runner,
+        num_blocks,
+        temporaries,
+        source,
+        why_not,
+        compiled,
+        collectives,
+        note,
+        contexts,
+        num_stored,
     )
 
 
@@ -186,6 +210,25 @@ def _compile(
     scaled = extrapolate(half, decode, layers)
     note = f"extrapolated from decode programs with {half.num_layers} and {few} of {layers} layers"
     return [*found, half], scaled, note
+
+
+def fill_cache(runner: PlannedRunner, num_blocks: int) -> int:
+    """Compile and store every program for a cache of so many blocks; how many there are.
+
+    Raises:
+        ConfigError: they would be of no use to an engine.
+    """
+    if (why_not := runner.why_not_stored()) is not None:
+        raise ConfigError(f"The program store cannot be filled: {why_not}.", param="fill_cache")
+    total = 0
+
+    def progress(done: int, programs: int) -> None:
+        nonlocal total
+        total = programs
+        logger.warning("Compiled %d of %d programs", done, programs)
+
+    runner.programs_for(num_blocks).compile(progress)
+    return total
 
 
 def _with_layers(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -241,6 +284,7 @@ def _describe(
     collectives: tuple[Collective, ...],
     note: str,
     contexts: Sequence[int],
+    num_stored: int | None,
 ) -> Plan:
     model, ranks, size = runner.model, runner.placement.num_ranks, runner.block_size
     block_bytes = bytes_per_block(runner.specs, size, runner.backend)
@@ -288,6 +332,7 @@ def _describe(
         step_collectives=collectives,
         collectives_note=note,
         floors=(floors.decode(1, context), floors.decode(at_once, context), floors.prefill(context)),
+        num_stored=num_stored,
     )
 
 

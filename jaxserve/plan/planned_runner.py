@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.models import Model
 from jaxserve.plan.hardware import Topology
+from jaxserve.plan.planned_store import PlannedStore
+from jaxserve.runner.compilation import program_folder
 from jaxserve.runner.kv_arrays import MemoryBudget
 from jaxserve.runner.model_runner import JaxModelRunner
 from jaxserve.runner.placement import Placement
@@ -39,6 +41,9 @@ class PlannedRunner(JaxModelRunner):
         self.topology, self.compiles = topology, compiles
         self.why_no_kernels: str | None = None
         self.placement = self._place()
+        self._program_folder = (
+            program_folder(config.compilation_config.compile_cache_dir) if compiles else None
+        )
         self._choose_model({**hf_config, **config.model_config.hf_overrides})
         self._make_builder()
 
@@ -77,7 +82,19 @@ class PlannedRunner(JaxModelRunner):
         return MemoryBudget(int(self.topology.hbm_bytes * share), self.weight_bytes(), temporaries)
 
     def _program_store(self) -> ProgramStore:
-        return ProgramStore(None, "")
+        folder = None if self.why_not_stored() else self._program_folder
+        devices = self.placement.devices if self.compiles else []
+        return PlannedStore(folder, self._program_description(), devices, self.topology.num_devices)
+
+    def why_not_stored(self) -> str | None:
+        """Why compiled programs are no use to an engine on the real devices; None if they are kept for it."""
+        if self.config.parallel_config.num_devices == 1:
+            return "on one device an engine's programs know no mesh, and these do"
+        if len({device.process_index for device in self.placement.devices}) > 1:
+            return "the slice has several hosts, whose order of devices is not known beforehand"
+        if self._program_folder is None:
+            return "there is no folder for them"
+        return None
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters on one device."""

@@ -96,10 +96,15 @@ def _floors(plan: Plan) -> Iterable[str]:
 
 
 def _notes(plan: Plan) -> Iterable[str]:
-    if plan.programs:
+    if plan.num_stored is not None:
+        yield (
+            f"{plan.num_stored} programs are stored for an engine with --num-gpu-blocks-override {plan.num_blocks + 1} "
+            f"--max-model-len {plan.max_model_len} and these flags: see docs/plan.md."
+        )
+    elif plan.programs:
         yield (
             "decode is the largest decode step with the argmax alone, prefill the largest step with the whole sampler. "
-            "These compilations are not kept: see docs/plan.md."
+            "They are not kept; --fill-cache compiles and stores every program: see docs/plan.md."
         )
     else:
         yield "Nothing was compiled: temporaries are estimated, collectives unknown."

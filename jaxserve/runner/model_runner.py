@@ -146,7 +146,7 @@ class JaxModelRunner:
         make = partial(
             build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype, tensor_parallel_size=devices,
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
         )  # fmt: skip
         portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
         self.specs = [
@@ -318,12 +318,15 @@ class JaxModelRunner:
         return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
 
     def _program_store(self) -> ProgramStore:
-        """What is on disk of programs for this model on this device."""
-        description = repr((
+        """What is on disk of programs for this model on these devices."""
+        return ProgramStore(self._program_folder, self._program_description(), self.placement.devices)
+
+    def _program_description(self) -> str:
+        """All of this engine that its programs depend on beside their shapes."""
+        return repr((
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
             sorted(map(repr, self.model.attention_options)), self.config.parallel_config,
         ))  # fmt: skip
-        return ProgramStore(self._program_folder, description, self.placement.devices)
 
     def _warm_up(self) -> None:
         """Allocate the state and run every program once on padding, with the arguments of serving."""

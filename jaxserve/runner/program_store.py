@@ -44,13 +44,22 @@ class ProgramStore:
         directory: where they are kept; None keeps nothing.
         description: everything about the engine that its programs depend on, as text.
         devices: what they run on, in the mesh's order.
+        device_count: devices that the program has in all; default: this process's own count.
     """
 
-    def __init__(self, directory: Path | None, description: str, devices: Sequence[jax.Device] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        description: str,
+        devices: Sequence[jax.Device] = (),
+        device_count: int | None = None,
+    ) -> None:
         self._directory = directory
         self._devices = list(devices) or jax.local_devices()[:1]
         ids = [device.id for device in self._devices]
-        self._base = _digest(_surroundings(), description, repr(ids)) if directory else ""
+        count = device_count or jax.device_count()
+        surroundings = _surroundings(self._devices[0], count) if directory else ""
+        self._base = _digest(surroundings, description, repr(ids)) if directory else ""
         self.hits = 0
 
     def load(self, key: object) -> Any:
@@ -125,12 +134,11 @@ def _digest(*parts: str) -> str:
 
 
 @cache
-def _surroundings() -> str:
-    """What every program of this process depends on."""
-    device = jax.local_devices()[0]
+def _surroundings(device: jax.Device, device_count: int) -> str:
+    """What every program for such devices depends on."""
     facts: list[object] = [
         jax.__version__, jaxlib.__version__, device.platform, device.device_kind, device.client.platform_version,
-        jax.device_count(), [os.environ.get(name) for name in ENVIRONMENT],
+        device_count, [os.environ.get(name) for name in ENVIRONMENT],
         [getattr(jax.config, name, None) for name in SETTINGS], _sources(),
     ]  # fmt: skip
     if device.platform == "cpu":

@@ -217,9 +217,9 @@ class StepPrograms:
             return analysis.temp_size_in_bytes + outputs
 
         largest = StepVariant(self.builder.table.buckets[-1])
-        return self.store.remember(self._key(largest), measure)
+        return self.store.remember(self.key(largest), measure)
 
-    def _key(self, program: object) -> tuple[object, ...]:
+    def key(self, program: object) -> tuple[object, ...]:
         """A program's key in the store, whose description covers the model and the device."""
         return (program, self.shapes, self.builder.max_num_seqs)
 
@@ -334,6 +334,6 @@ class StepPrograms:
             lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
-        keys = {key: self._key(key) for key in lowerings}
+        keys = {key: self.key(key) for key in lowerings}
         compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
         self.compiled = {key: compiled[stored] for key, stored in keys.items()}
