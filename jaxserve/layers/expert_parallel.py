@@ -6,17 +6,13 @@ experts, and the sum that follows every feed-forward adds up their parts. Over t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.expert_exchange import RunExperts, send_to_experts, sending_pays
 from jaxserve.layers.params import DATA_AXIS, LayerContext
-
-RunExperts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(x [T, M], weights [T, k], experts [T, k] of the whole model) to what this device's experts add, [T, M]."""
 
 
 def experts_here(num_experts: int, context: LayerContext) -> int:
@@ -47,21 +43,33 @@ def local_experts(experts: jax.Array, num_experts: int, context: LayerContext) -
 
 
 def over_data(
-    run: RunExperts, x: jax.Array, weights: jax.Array, experts: jax.Array, top_k: int, context: LayerContext
+    run: RunExperts,
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    num_experts: int,
+    context: LayerContext,
 ) -> jax.Array:
     """Run experts on the tokens of all data-parallel ranks; each rank gets the sums for its own, [T, M].
 
-    All tokens are gathered, and the results scattered: (ranks - 1) x T x M elements a device each way. Sending a token
-    only where its experts are saves little of that unless ranks outnumber the experts of a token: of 8 ranks a token
-    with 8 experts needs 5.2 on average.
+    Either all tokens are gathered, and the results scattered: (ranks - 1) x T x M elements a device each way. Or tokens
+    are sent where their experts are (``expert_exchange``), where that saves enough and the devices can.
 
     Args:
         run: this device's experts.
         x, weights, experts: [T, M], [T, k] and [T, k] of this rank; an expert that does not exist takes no token.
-        top_k: k.
+        num_experts: E.
         context: the mesh.
     """
-    if context.data_parallel_size == 1:
+    ranks, group = context.data_parallel_size, context.tensor_parallel_size
+    if ranks == 1:
         return run(x, weights, experts)
+    token_bytes = x.shape[1] * x.dtype.itemsize
+    if context.ragged_exchange and sending_pays(
+        x.shape[0], token_bytes, experts.shape[1], ranks, ranks * group
+    ):
+        here = experts_here(num_experts, context)
+        devices = jnp.arange(ranks, dtype=jnp.int32) * group + context.shard_index()
+        return send_to_experts(run, x, weights, experts, lambda chosen: chosen // here, devices)
     x, weights, experts = (lax.all_gather(each, DATA_AXIS, tiled=True) for each in (x, weights, experts))
     return lax.psum_scatter(run(x, weights, experts), DATA_AXIS, scatter_dimension=0, tiled=True)

@@ -154,7 +154,7 @@ class MoE(nnx.Module):
         experts = jnp.where(live[:, None], experts, num_experts)
         load = count_tokens(experts, num_experts)
         if self.context.expert_parallel:
-            out = over_data(self._run_local, x, weights, experts, self.config.router.top_k, self.context)
+            out = over_data(self._run_local, x, weights, experts, num_experts, self.context)
         else:
             out = self.experts(x, weights, experts)
         if self.shared is not None:

@@ -37,6 +37,7 @@ class LayerContext:
         expert_parallel: experts are whole and spread over all devices.
         sequence_parallel: between layers each device of a group holds a part of a long step's tokens.
         rules: logical to mesh axes.
+        ragged_exchange: the devices have ``jax.lax.ragged_all_to_all``: TPUs and GPUs do.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
@@ -50,6 +51,7 @@ class LayerContext:
     rules: ShardingRules = DEFAULT_RULES
     weight_first: bool = False
     scaled_kv_cache: bool = False
+    ragged_exchange: bool = False
 
     def param(
         self,

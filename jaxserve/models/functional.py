@@ -100,6 +100,7 @@ def build(
     data_parallel_size: int = 1,
     expert_parallel: bool = False,
     sequence_parallel: bool = False,
+    ragged_exchange: bool = False,
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
     kv_cache_dtype: Any = None,
@@ -110,8 +111,9 @@ def build(
         config: HF-style config (``resolve_model(...).config``).
         backend: attention backend, static in the compiled step.
         dtype: compute type of weights and activations.
-        tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel: as ``LayerContext`` has them. On
-            more than one device the model's functions run inside a ``shard_map`` over a mesh of these sizes.
+        tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel, ragged_exchange: as
+            ``LayerContext`` has them. On more than one device the model's functions run inside a ``shard_map`` over a
+            mesh of these sizes.
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
@@ -131,6 +133,7 @@ def build(
     context = LayerContext(
         np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
+        ragged_exchange=ragged_exchange,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec
 from model_harness import OracleBackend
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers import expert_exchange, expert_parallel
+from jaxserve.layers.expert_exchange import sending_pays
 from jaxserve.layers.moe import ClampedSwiGLU, MoE, MoEConfig
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import RouterConfig
@@ -64,9 +67,8 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
     return x, live
 
 
-@functools.cache
-def program(config: MoEConfig, where: LayerContext):
-    """The compiled layer on its mesh, (weights, x, live) to (out, load [data, E]), and the weights."""
+def lowered_layer(config: MoEConfig, where: LayerContext):
+    """The layer lowered for its mesh, its weights there, and the placement."""
     graphdef, state = nnx.split(MoE(HIDDEN, config, where))
     variables = jax.tree.leaves(state, is_leaf=is_variable)
     leaves = jax.tree.structure(state)
@@ -82,9 +84,21 @@ def program(config: MoEConfig, where: LayerContext):
     step = placement.jit(run, (specs, by_data, by_data), (by_data, by_data))
     weights = list(random_weights(MoE(HIDDEN, config, where)).values())
     placed = [placement.put(weight, spec) for weight, spec in zip(weights, specs, strict=True)]
-    inputs = [placement.put(each, by_data) for each in tokens()]
-    compiled = step.lower(placed, *inputs).compile()
-    return lambda x, live: compiled(placed, placement.put(x, by_data), placement.put(live, by_data)), compiled
+    return step.lower(placed, *(placement.put(each, by_data) for each in tokens())), placed, placement
+
+
+def compiled_layer(config: MoEConfig, where: LayerContext):
+    """The layer on its mesh as (x, live) to (out, load [data, E]), and the compiled program."""
+    lowered, weights, placement = lowered_layer(config, where)
+    compiled, by_data = lowered.compile(), PartitionSpec("data")
+
+    def step(x: np.ndarray, live: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        return compiled(weights, placement.put(x, by_data), placement.put(live, by_data))
+
+    return step, compiled
+
+
+program = functools.cache(compiled_layer)
 
 
 def on_mesh(config: MoEConfig, where: LayerContext) -> tuple[np.ndarray, np.ndarray]:
@@ -203,6 +217,61 @@ def test_collectives(name: str, data: int, model: int, experts: bool, expected: 
     _, compiled = program(CONFIGS[name], context(data, model, experts=experts))
     found = re.findall(COLLECTIVES, compiled.as_text())
     assert {name: found.count(name) for name in found} == expected
+
+
+def emulated_exchange(rows, num_rows, input_offsets, send_sizes, output_offsets, recv_sizes):
+    """What XLA's ragged all-to-all does, which CPUs lack: everything to everybody, and each takes what is its own."""
+    me = jax.lax.axis_index("data")
+    out = jnp.zeros((num_rows, rows.shape[1]), rows.dtype)
+    gathered = [
+        jax.lax.all_gather(each, "data") for each in (rows, input_offsets, send_sizes, output_offsets)
+    ]
+    for sender, (theirs, begin, size, to) in enumerate(zip(*gathered)):
+        index = jnp.arange(rows.shape[0])
+        mine = (index >= begin[me]) & (index < begin[me] + size[me])
+        out = out.at[jnp.where(mine, index - begin[me] + to[me], num_rows)].set(theirs, mode="drop")
+        assert recv_sizes.shape[0] > sender
+    return out
+
+
+@pytest.mark.parametrize(
+    "name, data, model",
+    [
+        ("shared", 2, 2),
+        pytest.param("biased", 4, 1, marks=pytest.mark.slow),
+        pytest.param("plain", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_sent_to_their_experts(
+    monkeypatch: pytest.MonkeyPatch, name: str, data: int, model: int
+) -> None:
+    if data * model > jax.device_count():
+        pytest.skip("needs more devices")
+    monkeypatch.setattr(expert_exchange, "exchange", emulated_exchange)
+    monkeypatch.setattr(expert_parallel, "sending_pays", lambda *sizes: True)
+    where = replace(context(data, model, experts=True), ragged_exchange=True)
+    _, live = tokens()
+    out, load = compiled_layer(CONFIGS[name], where)[0](*tokens())
+    whole, whole_load = on_mesh(CONFIGS[name], context())
+    np.testing.assert_allclose(np.asarray(out)[live], whole[live], rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(load).sum(axis=0), whole_load[0])
+
+
+def test_two_exchanges_where_tokens_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_parallel, "sending_pays", lambda *sizes: True)
+    step = lowered_layer(PLAIN, replace(context(2, 2, experts=True), ragged_exchange=True))[0]
+    text = step.as_text()
+    assert text.count("ragged_all_to_all") == 2
+    assert "reduce_scatter" not in text
+
+
+def test_sending_pays_where_devices_outnumber_a_token_s_experts() -> None:
+    def pays(tokens: int, top_k: int, ranks: int, devices: int) -> bool:
+        return sending_pays(tokens, 4096, top_k, ranks, devices)
+
+    assert [pays(2048, 8, ranks, ranks * 4) for ranks in (2, 4, 16)] == [False, True, True]
+    assert pays(2048, 2, 2, 4)
+    assert not pays(16, 8, 4, 16)  # so few tokens are sent everywhere sooner
 
 
 def test_each_device_holds_its_share_of_the_experts() -> None:
