@@ -4,9 +4,10 @@
     python benchmarks/bench_against_peer.py --guidellm /tmp/guidellm/bin/guidellm
 
 The server is jaxserve with the tests' fake device, or SmolLM2 with ``--model smollm2``, or one that runs already
-(``--base-url`` and ``--tokenizer``). The two clients take turns with the same workload: random prompts, chat, a number
-of requests in flight. Printed are output tokens/s, mean time to first token and mean time between tokens of each, as
-medians over the rounds, and their ratios. Target: output tokens/s and time to first token within 5 %.
+(``--base-url`` and ``--tokenizer``). The two clients take turns with the same workload: random prompts, chat. Output
+tokens/s come from a number of requests in flight; times to first token from Poisson arrivals at a rate, since a step
+serves those together that come together, and in a closed loop how close they come is each client's own. Printed are
+medians over the rounds and their ratios. Target: output tokens/s and mean time to first token within 5 %.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ class Server:
     """A folder that both clients read."""
 
 
-def run_jaxserve(server: Server, arguments: argparse.Namespace, folder: Path, seed: int) -> dict[str, float]:
+def run_jaxserve(
+    server: Server, arguments: argparse.Namespace, folder: Path, seed: int, poisson: bool
+) -> dict[str, float]:
+    load = (
+        ["--request-rate", str(arguments.rate)] if poisson else ["--max-concurrency", str(arguments.streams)]
+    )
     command = [
         sys.executable, "-m", "jaxserve.cli.main", "bench", "serve", "--base-url", server.url, "--model", server.model,
         "--tokenizer", server.tokenizer, "--backend", "openai-chat", "--num-prompts", str(arguments.requests),
-        "--input-len", str(arguments.input_len), "--output-len", str(arguments.output_len), "--max-concurrency",
-        str(arguments.streams), "--save-result", "--result-dir", str(folder), "--result-filename", "ours.json",
-        "--seed", str(seed),
+        "--input-len", str(arguments.input_len), "--output-len", str(arguments.output_len), *load, "--save-result",
+        "--result-dir", str(folder), "--result-filename", "ours.json", "--seed", str(seed),
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     result = json.loads((folder / "ours.json").read_text())
@@ -64,12 +69,17 @@ def run_jaxserve(server: Server, arguments: argparse.Namespace, folder: Path, se
     }
 
 
-def run_guidellm(server: Server, arguments: argparse.Namespace, folder: Path, seed: int) -> dict[str, float]:
+def run_guidellm(
+    server: Server, arguments: argparse.Namespace, folder: Path, seed: int, poisson: bool
+) -> dict[str, float]:
+    load = (
+        f"kind=poisson,rate={arguments.rate:g}" if poisson else f"kind=concurrent,streams={arguments.streams}"
+    )
     data = f"kind=synthetic_text,prompt_tokens={arguments.input_len},output_tokens={arguments.output_len}"
     command = [
         arguments.guidellm, "run", "--disable-console", "--backend",
-        f"kind=openai_http,target={server.url},model={server.model}", "--profile",
-        f"kind=concurrent,streams={arguments.streams}", "--constraint", f"kind=max_requests,count={arguments.requests}",
+        f"kind=openai_http,target={server.url},model={server.model}", "--profile", load,
+        "--constraint", f"kind=max_requests,count={arguments.requests}",
         "--data", data, "--tokenizer", f"kind=huggingface_auto,model={server.tokenizer}", "--seed",
         f"kind=static,value={seed}", "--output", f"kind=json,path={folder / 'theirs.json'}",
     ]  # fmt: skip
@@ -139,18 +149,17 @@ def smollm2() -> Generator[Server, None, None]:
 
 def compare(server: Server, arguments: argparse.Namespace) -> bool:
     """Print the table; whether the judged figures agree."""
-    rounds: dict[str, list[dict[str, float]]] = {"jaxserve": [], "guidellm": []}
     clients = {"jaxserve": run_jaxserve, "guidellm": run_guidellm}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in clients}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds + 1):
+        for number in range(arguments.rounds):
             for name, client in clients.items():
-                figures = client(server, arguments, Path(folder), number)
-                kind = "warm-up" if number == 0 else f"round {number}"
-                print(
-                    f"{kind:8} {name:9}", {key: round(value, 2) for key, value in figures.items()}, flush=True
-                )
-                if number:
-                    rounds[name].append(figures)
+                closed = client(server, arguments, Path(folder), number, False)
+                timed = client(server, arguments, Path(folder), number, True)
+                figures = {**timed, "output tokens/s": closed["output tokens/s"]}
+                shown = {key: round(value, 2) for key, value in figures.items()}
+                print(f"round {number + 1} {name:9}", shown, f"load {os.getloadavg()[0]:.1f}", flush=True)
+                rounds[name].append(figures)
     agree = True
     print(f"\n{'':18}{'jaxserve':>12}{'guidellm':>12}{'ratio':>8}")
     for key in rounds["jaxserve"][0]:
@@ -172,7 +181,8 @@ def main() -> int:
     parser.add_argument("--base-url", help="a server that runs already")
     parser.add_argument("--served-model", help="its model's name")
     parser.add_argument("--tokenizer", help="its tokenizer's folder")
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=8, help="requests in flight (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests a second (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)

@@ -163,7 +163,7 @@ def write_html(curves: Sequence[Curve], path: Path) -> None:
 
 
 WIDTH, HEIGHT = 520, 320
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 42
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 30, 42
 
 
 def _svg(panel: Panel, curves: Sequence[Curve]) -> str:

@@ -50,7 +50,7 @@ class Curve:
 
     Args:
         name: for the legend.
-        results: of ``bench serve``, by rising output tokens/s.
+        results: of ``bench serve``, by rising load.
     """
 
     name: str
@@ -86,7 +86,21 @@ def read_curve(path: Path) -> Curve:
     found = [cast("dict[str, Any]", entry) for entry in entries if _is_result(entry)]
     if not found or len(found) != len(entries):
         raise ConfigError(f"plot {str(path)!r} holds no results of bench serve or bench sweep.", param="plot")
-    return Curve(name, sorted(found, key=lambda result: result["output_throughput"]))
+    return Curve(name, by_load(found))
+
+
+def by_load(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results by rising rate, or by concurrency where all are sent at once: beyond saturation throughput does not rise.
+    Where some have a rate and some have none, by throughput."""
+
+    def rate(result: dict[str, Any]) -> float:
+        return float(result.get("request_rate") or inf)
+
+    def load(result: dict[str, Any]) -> tuple[float, ...]:
+        return rate(result), float(result.get("max_concurrency") or inf), result["output_throughput"]
+
+    mixed = len({rate(result) == inf for result in results}) > 1
+    return sorted(results, key=(lambda result: (result["output_throughput"],)) if mixed else load)
 
 
 def _has_lines(text: str) -> bool:

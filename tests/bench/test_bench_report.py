@@ -79,6 +79,9 @@ def test_files_of_bench_serve_are_curves_too(tmp_path):
     lines = tmp_path / "runs.json"
     lines.write_text("".join(json.dumps(result) + "\n" for result in reversed(sweep)))
     assert read_curve(lines).results == sweep
+    sweep[2]["output_throughput"] = 0.1  # beyond saturation; the line goes on with the load
+    lines.write_text("".join(json.dumps(result) + "\n" for result in reversed(sweep)))
+    assert read_curve(lines).results == sweep
     lines.write_text(json.dumps(sweep[0]) + "\n")
     assert read_curve(lines).results == sweep[:1]
     write_html([read_curve(lines)], tmp_path / "one.html")
