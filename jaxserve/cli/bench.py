@@ -343,7 +343,7 @@ def add_offline_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine's arguments that the flags give. As in vLLM, prefix caching is off unless it is asked for."""
     values: dict[str, Any] = {"enable_prefix_caching": False, **flags_given(ENGINE_CONFIGS, arguments)}
-    configure_logging(values.get("log_level"))
+    configure_logging(values.get("log_level"), values.get("log_format"))
     EngineConfig.from_kwargs(**values)  # refuses what is wrong before anything is loaded
     return values
 

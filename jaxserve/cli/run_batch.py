@@ -17,6 +17,7 @@ from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.front import read_chat_template
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.logs import configure_logging, log_level
+from jaxserve.metrics.traces import check_tracing
 from jaxserve.server.app import create_app
 from jaxserve.server.batch_file import BatchCounts, run_batch_file
 
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     values = flags_given(ENGINE_CONFIGS, arguments)
     values["log_level"] = log_level(values.get("log_level"))
-    configure_logging(values["log_level"])
+    configure_logging(values["log_level"], values.get("log_format"))
+    check_tracing(values.get("otlp_traces_endpoint"))
     engine_config = EngineConfig.from_kwargs(**values)
     server_config = config_from_flags(ServerConfig, arguments)
     counts = asyncio.run(_run(arguments, engine_config, server_config))

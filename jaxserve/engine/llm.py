@@ -34,6 +34,7 @@ from jaxserve.errors import (
 )
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.snapshot import Metric
+from jaxserve.metrics.traces import RequestTracer, open_tracer
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxserve.tokenizer.chat_template import render, template_text
@@ -63,6 +64,7 @@ class LLM:
 
     def __init__(self, model: str = "", **kwargs: Any) -> None:
         self._config = EngineConfig.from_kwargs(model=model, **kwargs)
+        tracer = open_tracer(self._config.observability_config.otlp_traces_endpoint)
         self._front = Front.load(self._config.model_config)
         _drop_failed_calls()
         try:
@@ -72,12 +74,12 @@ class LLM:
                 f"{error}{_others_hint(sorted(LLM._alive.values()))}", param=error.param
             ) from None
         self._inputs = self._front.input_processor(self._config, self._core.info, self._core.grammars)
-        self._release = weakref.finalize(self, _release, self._core, self._inputs)
+        self._release = weakref.finalize(self, _release, self._core, self._inputs, tracer)
         self._release.atexit = False  # the process's end frees everything
         LLM._alive[self] = self._config.model_config.model or "SmolLM2"
         info = self._core.info
         self._metrics = EngineMetrics(self._config.model_config.model or "SmolLM2", info.max_model_len)
-        self._outputs = OutputProcessor(self._front.tokenizer, metrics=self._metrics)
+        self._outputs = OutputProcessor(self._front.tokenizer, metrics=self._metrics, tracer=tracer)
         self._counter = itertools.count()
         self._lock = threading.RLock()
         self._closed = False
@@ -330,6 +332,29 @@ class LLM:
         with self._lock:
             self._core.reset_prefix_cache()
 
+    def start_profile(self) -> None:
+        """Begin a JAX profile of this process, in the folder ``profiler_dir``.
+
+        Raises:
+            InvalidRequestError: the LLM was built without one, or a profile runs already.
+        """
+        self._profile(start=True)
+
+    def stop_profile(self) -> None:
+        """End the profile and write it.
+
+        Raises:
+            InvalidRequestError: no profile runs.
+        """
+        self._profile(start=False)
+
+    def _profile(self, *, start: bool) -> None:
+        self._ensure_open()
+        with self._lock:
+            error = self._core.profile(start=start)
+        if error is not None:
+            raise InvalidRequestError(error, param="profiler_dir")
+
     def close(self) -> None:
         """Free the device's memory; the LLM cannot be used afterwards. Callable twice."""
         with self._lock:
@@ -393,9 +418,11 @@ class LLM:
         return processed
 
 
-def _release(core: EngineCore, inputs: InputProcessor) -> None:
+def _release(core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | None) -> None:
     core.close()
     inputs.close()
+    if tracer is not None:
+        tracer.close()
 
 
 def _drop_failed_calls() -> None:

@@ -81,7 +81,10 @@ def build_application(engine: EngineConfig, server: ServerConfig, ray_config: Ra
     ingress = serve.deployment(Ingress).options(
         name="Ingress", num_replicas=ray_config.routers, max_ongoing_requests=MAX_ONGOING
     )
-    return ingress.bind(replicas.bind(task), server.max_body_bytes, engine.compilation_config.log_level)
+    return ingress.bind(
+        replicas.bind(task), server.max_body_bytes, engine.compilation_config.log_level,
+        engine.observability_config.log_format,
+    )  # fmt: skip
 
 
 def replica_options(config: RayServeConfig, num_devices: int, shutdown_timeout: float) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
-    configure_logging(getattr(arguments, "log_level", None))
+    configure_logging(getattr(arguments, "log_level", None), getattr(arguments, "log_format", None))
     engine, server, ray_config = configs(arguments)
     check_tls_files(server)
     serve = import_serve()

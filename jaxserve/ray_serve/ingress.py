@@ -41,11 +41,11 @@ class Ingress:
     Args:
         replicas: the handle of the EngineReplica deployment.
         max_body_bytes: no more of a body is read.
-        log_level: of this process's log.
+        log_level, log_format: of this process's log.
     """
 
-    def __init__(self, replicas: Any, max_body_bytes: int, log_level: str) -> None:
-        configure_logging(log_level)
+    def __init__(self, replicas: Any, max_body_bytes: int, log_level: str, log_format: str) -> None:
+        configure_logging(log_level, log_format)
         self._replicas = replicas
         self._max_body_bytes = max_body_bytes
 

@@ -44,7 +44,8 @@ class EngineReplica:
     """
 
     def __init__(self, task: ReplicaTask) -> None:
-        configure_logging(task.engine_config.compilation_config.log_level)
+        config = task.engine_config
+        configure_logging(config.compilation_config.log_level, config.observability_config.log_format)
         self._engine = AsyncEngine.from_config(task.engine_config)
         self._app = create_app(
             self._engine, task.server_config, task.model_names, model_root=task.model_root,

@@ -76,8 +76,7 @@ def test_the_readmes_commands(model, tmp_path, monkeypatch, capsys):
             there = {"serve": ["--base-url", server.url], "--once": ["--url", server.url]}
             more = there.get(line[2], [] if "--plot" in line else ["--base-url", server.url])
             assert main([*line[1:], *more]) == 0, line
-    assert (tmp_path / "sweep.html").exists()
-    assert (tmp_path / "sweep.png").exists()
+    assert (tmp_path / "curve.html").exists()
     assert "jaxserve top" in capsys.readouterr().out
 
 

@@ -77,3 +77,24 @@ def test_a_real_profile(tmp_path):
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert len(events) > 100
     assert list(folder.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_offline(tmp_path, monkeypatch):
+    import jaxserve.engine.llm as llm_module
+
+    profilers = {None: None, "x": RecordingProfiler()}
+
+    def create_core(config: EngineConfig) -> EngineCore:
+        profiler = profilers[config.observability_config.profiler_dir]
+        return EngineCore(config.with_defaults_for("cpu"), FakeRunner(), profiler=profiler)
+
+    monkeypatch.setattr(llm_module, "create_core", create_core)
+    model = str(write_tiny_checkpoint(tmp_path / "llama"))
+    with llm_module.LLM(model) as llm, pytest.raises(InvalidRequestError, match="--profiler-dir"):
+        llm.start_profile()
+    with llm_module.LLM(model, profiler_dir="x") as llm:
+        llm.start_profile()
+        llm.stop_profile()
+        with pytest.raises(InvalidRequestError, match="No profile"):
+            llm.stop_profile()
+    assert profilers["x"].calls == ["start", "stop"]
