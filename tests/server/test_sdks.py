@@ -1,4 +1,4 @@
-"""The clients that people have, unchanged, against ``jaxserve serve`` with a real model; and the README's snippets.
+"""The clients that people have, unchanged, against ``jaxserve serve`` with a real model.
 
 One server for all of them. What a small model says is its own affair: forms, schemas and round trips are checked.
 """
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -25,7 +24,6 @@ openai: Any = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
 
 MODEL = "SmolLM2-135M-Instruct"
-README = Path(__file__).parents[2] / "README.md"
 FLAGS = [
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
     *("--max-model-len", "1600", "--num-gpu-blocks-override", "56"),
@@ -229,20 +227,3 @@ def test_langchain(url, use_responses_api):
     called = model.bind_tools([tool], tool_choice="get_weather").invoke(IN_PARIS)
     assert [call["name"] for call in called.tool_calls] == ["get_weather"]
     assert list(called.tool_calls[0]["args"]) == ["city"]
-
-
-# --- the README -------------------------------------------------------------------------------------------
-
-
-def snippets() -> list[str]:
-    """The Python of the README that talks to a server."""
-    found = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    return [code for code in found if "127.0.0.1:8000" in code]
-
-
-def test_the_readmes_snippets(url, capsys):
-    codes = snippets()
-    assert len(codes) >= 4
-    for code in codes:
-        exec(code.replace("http://127.0.0.1:8000", url), {"__name__": "__main__"})
-        assert capsys.readouterr().out.strip(), code
