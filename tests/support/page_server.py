@@ -6,37 +6,53 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fastapi import FastAPI
 from live_server import live_server
 
 
-@contextlib.contextmanager
-def threaded_server(make_app: Callable[[], FastAPI]) -> Iterator[str]:
-    """Serve what ``make_app`` returns; the base URL."""
-    started, urls = threading.Event(), list[str]()
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
+class ThreadedServer:
+    """Where it listens, and how to do something in its event loop."""
 
-    async def serve() -> None:
-        async with live_server(make_app()) as url:
-            urls.append(url)
-            started.set()
-            await stop.wait()
+    def __init__(self) -> None:
+        self.url = ""
+        self.loop = asyncio.new_event_loop()
+        self.started = threading.Event()
+        self.stop = asyncio.Event()
 
-    def run() -> None:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, in the server's thread."""
+
+        async def run() -> Any:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
+
+    def run(self, make_app: Callable[[], FastAPI]) -> None:
+        async def serve() -> None:
+            async with live_server(make_app()) as self.url:
+                self.started.set()
+                await self.stop.wait()
+
         try:
-            loop.run_until_complete(serve())
+            self.loop.run_until_complete(serve())
         finally:
-            started.set()
-            loop.close()
+            self.started.set()
+            self.loop.close()
 
-    thread = threading.Thread(target=run, daemon=True)
+
+@contextlib.contextmanager
+def threaded_server(make_app: Callable[[], FastAPI]) -> Iterator[ThreadedServer]:
+    """Serve what ``make_app`` returns meanwhile."""
+    server = ThreadedServer()
+    thread = threading.Thread(target=server.run, args=(make_app,), daemon=True)
     thread.start()
-    started.wait(60)
+    server.started.wait(60)
     try:
-        assert urls, "the server did not start"
-        yield urls[0]
+        assert server.url, "the server did not start"
+        yield server
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        if server.url:
+            server.loop.call_soon_threadsafe(server.stop.set)
         thread.join(60)

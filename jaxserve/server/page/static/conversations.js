@@ -62,7 +62,7 @@ export function saveConversation(chat) {
 }
 
 export const deleteConversation = (id) => removeText(CHAT + id);
-export const deleteAllConversations = () => namesOf(CHAT).forEach(removeText);
+export const deleteAllConversations = () => namesOf(CHAT).forEach((name) => removeText(name));
 
 /** The conversation that this tab shows, over a reload; a new tab begins with the last one. */
 export const currentId = () => readText(CURRENT, "sessionStorage") ?? readText(CURRENT);

@@ -132,11 +132,11 @@ export class EngineView {
       h(
         "dl",
         { class: "facts" },
+        this.#fact("compilations", "Compilations while serving"),
         this.#fact("steps", "Steps per second"),
         this.#fact("host", "Host’s work a step"),
         this.#fact("device", "Device’s work a step"),
         this.#fact("preemptions", "Preemptions"),
-        this.#fact("compilations", "Compilations while serving"),
       ),
     );
   }

@@ -6,7 +6,7 @@ const HEIGHT = 40;
 
 /** The last `length` values of one or two series, scaled to the largest (at least `floor`). */
 export class Sparkline {
-  constructor(label, { length = 90, floor = 1, series = 1 } = {}) {
+  constructor(label, { length = 60, floor = 1, series = 1 } = {}) {
     Object.assign(this, { label, length, floor, values: Array.from({ length: series }, () => []) });
     this.area = s("path", { class: "area" });
     this.lines = this.values.map((_, index) => s("path", { class: `line series-${index}` }));

@@ -64,7 +64,7 @@ function show(span, token) {
   const listed = top.some(([other, value]) => other === text && value === logprob);
   card.replaceChildren(
     h("p", { class: "token-head" }, h("code", {}, visible(text)), h("strong", {}, percent(logprob))),
-    h("p", { class: "muted" }, `log probability ${logprob.toFixed(3)}`),
+    h("p", { class: "muted" }, `log probability ${Math.abs(logprob) < 5e-4 ? 0 : logprob.toFixed(3).replace("-", "−")}`),
     rows.length ? h("div", { class: "alternatives" }, ...rows, listed ? null : row(text, logprob, true)) : "",
   );
   card.hidden = false;
