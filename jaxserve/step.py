@@ -149,6 +149,8 @@ class ModelRunnerOutput:
     """Requests whose own restrictions left no token to sample; the step itself is fine."""
     num_padded_tokens: int = 0
     """Tokens of the shape that the step ran in, padding and all ranks included; 0 where there is none."""
+    expert_imbalance: float = 0.0
+    """Load of the most loaded expert (or device, under expert parallelism) over the mean; 0 without experts."""
 
 
 class PendingStep(Protocol):
@@ -264,6 +266,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Tokens of the shape in which the step that was read ran; 0 if none was."""
     step_padding_tokens: int = 0
     """Those of them that were padding."""
+    step_expert_imbalance: float = 0.0
+    """Load of the most loaded expert (or device) over the mean in the step that was read; 0 if there is none."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True):

@@ -88,6 +88,7 @@ class EngineCore:
         """Steps, and when they were dispatched."""
         self._last_ready_at = self._waited = self._device_seconds = 0.0
         self._padded_tokens = self._padding_tokens = 0
+        self._expert_imbalance = 0.0
         self.info = EngineInfo(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -130,6 +131,7 @@ class EngineCore:
         began = time.monotonic()
         self._waited = self._device_seconds = 0.0
         self._padded_tokens = self._padding_tokens = 0
+        self._expert_imbalance = 0.0
         step = self.scheduler.schedule(began)
         dispatched = bool(step.num_scheduled_tokens)
         if not dispatched and not self._in_flight:
@@ -154,6 +156,7 @@ class EngineCore:
         now = time.monotonic()
         stats.step_host_seconds, stats.step_device_seconds = now - began - self._waited, self._device_seconds
         stats.step_padded_tokens, stats.step_padding_tokens = self._padded_tokens, self._padding_tokens
+        stats.step_expert_imbalance = self._expert_imbalance
         return EngineCoreOutputs(outputs, stats, now)
 
     def state(self) -> EngineCoreOutputs:
@@ -171,6 +174,7 @@ class EngineCore:
         # The device begins a step when it has it and the last one is done; it may have ended before it was asked.
         self._device_seconds = ready_at - max(dispatched_at, self._last_ready_at)
         self._last_ready_at = ready_at
+        self._expert_imbalance = result.expert_imbalance
         if result.num_padded_tokens:
             self._padded_tokens = result.num_padded_tokens
             self._padding_tokens = result.num_padded_tokens - step.total_num_scheduled_tokens

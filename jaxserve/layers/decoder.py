@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.errors import ConfigError
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.attention import Attention, stored_kv_heads
 from jaxserve.layers.embedding import Embedding, LMHead
+from jaxserve.layers.mla import LatentAttention, MLAConfig
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.moe import MoE, MoEConfig
 from jaxserve.layers.norm import StackedNormWeights, rms_norm
@@ -39,6 +41,8 @@ class DecoderConfig:
         qk_norm: each query and key head is normalised before its rotation.
         sinks: each query head has one more logit in the denominator of its softmax.
         experts: per layer, its experts; None is a layer with one feed-forward, and so are all of an empty tuple.
+        mla: attention is that of latents, of which each token caches one: K is 1 and D its size.
+        attention_scale: multiplies q . k; None is D ** -0.5.
     """
 
     vocab_size: int
@@ -59,28 +63,29 @@ class DecoderConfig:
     qk_norm: bool = False
     sinks: bool = False
     experts: tuple[MoEConfig | None, ...] = ()
+    mla: MLAConfig | None = None
+    attention_scale: float | None = None
 
     def experts_of(self, layer: int) -> MoEConfig | None:
         """A layer's experts."""
         return self.experts[layer] if self.experts else None
+
+    @property
+    def rotated_size(self) -> int:
+        """Elements of a query or key that are rotated."""
+        return self.head_size if self.mla is None else self.mla.rope_size
+
+    def attention_options(self, layer: int) -> AttentionOptions:
+        """What is fixed for a layer's attention."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return AttentionOptions(scale, self.sliding_windows[layer])
 
 
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward of one layer."""
 
     def __init__(self, config: DecoderConfig, num_kv_heads: int, layer: int, context: LayerContext) -> None:
-        self.attention = Attention(
-            config.hidden_size,
-            config.num_heads,
-            num_kv_heads,
-            config.head_size,
-            AttentionOptions(config.head_size**-0.5, config.sliding_windows[layer]),
-            context,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            sinks=config.sinks,
-        )
+        self.attention = _attention(config, num_kv_heads, layer, context)
         self.mlp = _feed_forward(config, layer, context)
         self.norm_eps = config.rms_norm_eps
 
@@ -93,8 +98,8 @@ class DecoderLayer(nnx.Module):
         metadata: AttentionMetadata,
         plan: Any,
         kv_scales: jax.Array | None,
-    ) -> tuple[jax.Array, KVCache]:
-        """The residual stream and the updated cache.
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """The residual stream, the updated cache and, of a layer with experts, int32 [E]: the tokens that each got.
 
         Args:
             hidden: the residual stream, [T, M]; where tokens are shared, this device's of them.
@@ -106,12 +111,31 @@ class DecoderLayer(nnx.Module):
         attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales)
         hidden = hidden + attended
         normal = context.gather_tokens(rms_norm(hidden, norm_weights[1], self.norm_eps), num_tokens)
-        if isinstance(self.mlp, MoE):
-            live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
-            update, _ = self.mlp(normal, live)
-        else:
-            update = self.mlp(normal)
-        return hidden + update, kv_cache
+        if not isinstance(self.mlp, MoE):
+            return hidden + self.mlp(normal), kv_cache, None
+        live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
+        update, load = self.mlp(normal, live)
+        return hidden + update, kv_cache, load
+
+
+def _attention(
+    config: DecoderConfig, num_kv_heads: int, layer: int, context: LayerContext
+) -> Attention | LatentAttention:
+    options = config.attention_options(layer)
+    if config.mla is not None:
+        return LatentAttention(config.hidden_size, config.num_heads, config.mla, options, context)
+    return Attention(
+        config.hidden_size,
+        config.num_heads,
+        num_kv_heads,
+        config.head_size,
+        options,
+        context,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        sinks=config.sinks,
+    )
 
 
 def _feed_forward(config: DecoderConfig, layer: int, context: LayerContext) -> GatedMLP | MoE:
@@ -123,7 +147,7 @@ def _feed_forward(config: DecoderConfig, layer: int, context: LayerContext) -> G
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, KVCache]:
+def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, KVCache, jax.Array | None]:
     """A layer as a function of its weights: equal layers are traced and lowered once, not L times."""
     return nnx.merge(graphdef, state)(*args)
 
@@ -132,9 +156,11 @@ class Decoder(nnx.Module):
     """Embedding, L layers of attention and feed-forward with residuals, final norm, logits."""
 
     def __init__(self, config: DecoderConfig, context: LayerContext) -> None:
-        num_kv_heads = stored_kv_heads(config.num_heads, config.num_kv_heads, context.tensor_parallel_size)
+        num_kv_heads = config.num_kv_heads
+        if config.mla is None:
+            num_kv_heads = stored_kv_heads(config.num_heads, num_kv_heads, context.tensor_parallel_size)
         config.rope.frequencies(
-            config.head_size
+            config.rotated_size
         )  # refuses incomplete rope parameters now, not in the first step
         layers, hidden = config.num_layers, config.hidden_size
         self.config = config
@@ -147,8 +173,9 @@ class Decoder(nnx.Module):
         self.final_norm = context.param((hidden,), ("embed",), scale=0.0, mean=1.0)
         # What cached keys (0) and values (1) of each layer are multiplied by.
         scales = context.param((layers, 2), ("layers", None), scale=0.0, mean=1.0, dtype=np.dtype(np.float32))
-        self.kv_scales = scales if context.scaled_kv_cache else None
+        self.kv_scales = scales if context.scaled_kv_cache and config.mla is None else None
         self.layers = nnx.List([DecoderLayer(config, num_kv_heads, i, context) for i in range(layers)])
+        self.has_experts = any(config.experts)
 
     def __call__(
         self,
@@ -158,23 +185,38 @@ class Decoder(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[jax.Array, list[KVCache]]:
         """One step over T tokens: ([T, M] hidden states after the final norm, the updated caches)."""
-        rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.head_size))
+        return self.run(token_ids, positions, kv_caches, metadata)[:2]
+
+    def run(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> tuple[jax.Array, list[KVCache], list[jax.Array]]:
+        """``__call__``, and of each layer with experts int32 [E]: the tokens that each of them got, of this rank's."""
+        rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.rotated_size))
         hidden = self.embedding(token_ids)
         plans = self._plans(token_ids.shape[0], metadata)
         new_caches: list[KVCache] = []
+        loads: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
             norms = self.attention_norm.of(i), self.mlp_norm.of(i)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            hidden, kv_cache = _run_layer(
+            hidden, kv_cache, load = _run_layer(
                 *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
             )
             new_caches.append(kv_cache)
+            loads += [] if load is None else [load]
         normal = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
-        return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches
+        return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches, loads
 
     def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:
         """The backend's plan of this step, once for all layers with equal options."""
+        options = dict.fromkeys(layer.attention.options for layer in self.layers)
+        if self.config.mla is not None:
+            return options
         heads = self.config.num_heads // self.context.tensor_parallel_size
         kv_heads = self.num_kv_heads // self.context.tensor_parallel_size
         sizes = {
@@ -183,7 +225,6 @@ class Decoder(nnx.Module):
             "num_kv_heads": kv_heads,
             "head_size": self.config.head_size,
         }
-        options = dict.fromkeys(layer.attention.options for layer in self.layers)
         return {each: self.context.backend.prepare(metadata, each, **sizes) for each in options}
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -192,9 +233,20 @@ class Decoder(nnx.Module):
         return head.logits(hidden)
 
     def kv_cache_specs(self, dtype: str | None = None) -> list[KVCacheSpec]:
-        """What each layer caches; ``dtype`` names the cache's element type, the compute type by default."""
-        element = jnp.dtype(self.context.dtype if dtype is None else dtype)
+        """What each layer caches; ``dtype`` names the cache's element type, the compute type by default.
+
+        Raises:
+            ConfigError: latents in a type of one byte.
+        """
+        config, element = self.config, jnp.dtype(self.context.dtype if dtype is None else dtype)
+        if config.mla is not None and element.itemsize == 1:
+            raise ConfigError(
+                f"kv_cache_dtype {element.name} is not supported for latent attention (MLA), whose cache is small "
+                "already; use auto, bfloat16, float16 or float32.",
+                param="kv_cache_dtype",
+            )
+        rank = None if config.mla is None else config.mla.rank
         return [
-            KVCacheSpec(self.num_kv_heads, self.config.head_size, element.name, element.itemsize, window)
-            for window in self.config.sliding_windows
+            KVCacheSpec(self.num_kv_heads, config.head_size, element.name, element.itemsize, window, rank)
+            for window in config.sliding_windows
         ]

@@ -73,3 +73,22 @@ def over_data(
         return send_to_experts(run, x, weights, experts, lambda chosen: chosen // here, devices)
     x, weights, experts = (lax.all_gather(each, DATA_AXIS, tiled=True) for each in (x, weights, experts))
     return lax.psum_scatter(run(x, weights, experts), DATA_AXIS, scatter_dimension=0, tiled=True)
+
+
+def expert_imbalance(load: jax.Array, context: LayerContext) -> jax.Array:
+    """How unevenly a step used its experts: float32 [1], the mean over layers of the most loaded's share of the mean.
+
+    Under expert parallelism a device's experts count together: its load is what the others wait for. 1 is even; a step
+    without tokens is. One token with k of E experts cannot be below E / k.
+
+    Args:
+        load: int32 [layers, E] tokens that each expert got of this data-parallel rank.
+        context: the mesh.
+    """
+    if context.data_parallel_size > 1:
+        load = lax.psum(load, DATA_AXIS)
+    if context.expert_parallel:
+        devices = context.data_parallel_size * context.tensor_parallel_size
+        load = jnp.sum(load.reshape(load.shape[0], devices, -1), axis=-1)
+    mean, most = jnp.mean(load.astype(jnp.float32), axis=-1), jnp.max(load, axis=-1)
+    return jnp.mean(jnp.where(mean > 0, most / mean, 1.0))[None]

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from jaxserve.metrics.buckets import (
     COUNT_OF_CHOICES,
+    EXPERT_IMBALANCE,
     INTER_TOKEN_SECONDS,
     ITERATION_TOKENS,
     PREEMPTIONS,
@@ -112,6 +113,8 @@ class EngineMetrics:
             self._step_device.observe(stats.step_device_seconds)
         if stats.step_padded_tokens:
             self._count_shape(stats.step_padded_tokens, stats.step_padding_tokens)
+        if stats.step_expert_imbalance > 0:
+            self._expert_imbalance.observe(stats.step_expert_imbalance)
 
     def _count_shape(self, num_tokens: int, num_padding: int) -> None:
         steps = self._steps_by_shape.get(num_tokens)
@@ -231,6 +234,11 @@ class EngineMetrics:
         )  # fmt: skip
         self._steps_by_shape: dict[int, Counter] = {}
         self._padding = self._counter("padding_tokens", "Tokens of steps' shapes that were padding.")
+        self._expert_imbalance = self._histogram(
+            "moe_expert_imbalance",
+            "Tokens of the most loaded expert (of the most loaded device, under expert parallelism) over the mean.",
+            EXPERT_IMBALANCE,
+        )
         self._step_host = self._histogram(
             "step_host_seconds", "The host's work in a step, without waiting for the device.", STEP_SECONDS
         )

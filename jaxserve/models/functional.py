@@ -14,12 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.kv_cache_spec import KVCacheSpec
+from jaxserve.layers.expert_parallel import expert_imbalance
 from jaxserve.layers.params import LayerContext
-from jaxserve.models.interface import CausalLM
+from jaxserve.models.interface import CausalLM, CountsExperts
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
 from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
+from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 Params = dict[str, jax.Array]
@@ -71,6 +73,16 @@ class Model:
         """What each layer caches; ``dtype`` names the cache's element type, the compute type by default."""
         return self._module.kv_cache_specs(dtype)
 
+    @property
+    def has_latents(self) -> bool:
+        """Whether its layers cache latents, instead of keys and values."""
+        return self.kv_cache_specs()[0].is_latent
+
+    @property
+    def cache_backend(self) -> AttentionBackend | LatentBackend:
+        """The backend whose layout its caches have."""
+        return self.context.latent_backend if self.has_latents else self.context.backend
+
     def forward(
         self,
         params: Params,
@@ -81,6 +93,27 @@ class Model:
     ) -> tuple[jax.Array, list[KVCache]]:
         """``CausalLM.__call__`` as a pure function: ([T, M] hidden states, the updated caches)."""
         return self._bind(params)(token_ids, positions, kv_caches, metadata)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ``expert_imbalance`` is to be had."""
+        return isinstance(self._module, CountsExperts) and self._module.has_experts
+
+    def forward_with_imbalance(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> tuple[jax.Array, list[KVCache], tuple[jax.Array, ...]]:
+        """``forward``, and how unevenly experts were used: float32 [1] (``expert_imbalance``); () without experts."""
+        module = self._bind(params)
+        if not self.has_experts:
+            return *module(token_ids, positions, kv_caches, metadata), ()
+        assert isinstance(module, CountsExperts)
+        hidden, kv_caches, loads = module.run(token_ids, positions, kv_caches, metadata)
+        return hidden, kv_caches, (expert_imbalance(jnp.stack(loads), self.context),)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """``CausalLM.logits`` as a pure function: [R, M] to [R, V] float32."""
@@ -104,6 +137,7 @@ def build(
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
     kv_cache_dtype: Any = None,
+    latent_backend: LatentBackend = BlockedLatentBackend(),
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -117,6 +151,7 @@ def build(
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
+        latent_backend: what takes the place of ``backend`` in models that cache latents.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -133,7 +168,7 @@ def build(
     context = LayerContext(
         np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
-        ragged_exchange=ragged_exchange,
+        ragged_exchange=ragged_exchange, latent_backend=latent_backend,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)

@@ -62,6 +62,25 @@ class CausalLM(Protocol):
         ...
 
 
+@runtime_checkable
+class CountsExperts(Protocol):
+    """What a ``CausalLM`` is besides, if it has experts and says how evenly tokens met them."""
+
+    has_experts: bool
+    """Whether it has."""
+
+    def run(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> tuple[jax.Array, list[KVCache], list[jax.Array]]:
+        """``CausalLM.__call__``, and of each layer with experts int32 [E]: the tokens that each of them got, of this
+        rank's."""
+        ...
+
+
 class ModelFamily(Protocol):
     """A module of ``jaxserve.models``: discovered by the registry, named in no list."""
 

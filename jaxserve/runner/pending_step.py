@@ -56,6 +56,8 @@ class DispatchedStep:
     def start_copies(self) -> None:
         """Begin the copies to the host, so that ``result`` finds them done."""
         self.sampled.token_ids.copy_to_host_async()
+        for imbalance in self.sampled.expert_imbalance:
+            imbalance.copy_to_host_async()
         if self.num_logprobs:
             jax.tree.map(lambda array: array.copy_to_host_async(), self.sampled.logprobs)
 
@@ -80,6 +82,8 @@ class DispatchedStep:
                     output.sampled_token_ids[request_id] = [token_id]
         else:
             self.sampled.token_ids.block_until_ready()
+        for imbalance in self.sampled.expert_imbalance:
+            output.expert_imbalance = float(np.asarray(imbalance)[0])
         if self.num_logprobs:
             host = jax.tree.map(np.asarray, self.sampled.logprobs)
             for row, request_id in self.sampling_rows:

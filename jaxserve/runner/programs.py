@@ -66,6 +66,8 @@ class ProgramShapes:
     """Of ``kv_cache_shapes``."""
     split_kv_heads: bool = True
     """Tensor-parallel devices hold other heads each, not the same latent."""
+    has_experts: bool = False
+    """The model has, and a step says how evenly they were used."""
 
     def state_specs(self) -> DeviceState:
         """How what lives on the devices lies on a mesh: a PartitionSpec for each leaf."""
@@ -99,7 +101,8 @@ class ProgramShapes:
         logprobs = LogprobArrays(
             Abstract(rows, jnp.float32), Abstract(rows, jnp.int32), Abstract(top, jnp.int32), Abstract(top, jnp.float32)
         )  # fmt: skip
-        return SamplerOutput(Abstract(rows, jnp.int32), logprobs)
+        imbalance = (Abstract((1,), jnp.float32),) if self.has_experts else ()
+        return SamplerOutput(Abstract(rows, jnp.int32), logprobs, imbalance)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ def run_step(
     metadata = attention_metadata(fields, tables, layout, num_slots, decode_only)
     last_sampled = state.sampler.last_token_ids[fields["row_index"][metadata.row_ids]]
     token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
-    hidden, kv_caches = model.forward(params, token_ids, metadata.positions, state.kv_caches, metadata)
+    hidden, kv_caches, imbalance = model.forward_with_imbalance(
+        params, token_ids, metadata.positions, state.kv_caches, metadata
+    )
     last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
     logits = model.logits(params, last)
     sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
@@ -147,7 +149,7 @@ def run_step(
     sampled, sampler = sampler_of(
         logits, sampling, state.sampler, max_logprobs=max_logprobs, features=features
     )
-    sampled = gather_ranks(sampled, model)
+    sampled = replace(gather_ranks(sampled, model), expert_imbalance=imbalance)
     return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler, state.decode)
 
 
@@ -175,7 +177,8 @@ def run_decode_step(
     before, sampled = state.decode.sampled, output.sampled
     rows = sampled.token_ids.shape[0]
     if not features & Feature.LOGPROBS:
-        kept = replace(before, token_ids=before.token_ids.at[:rows].set(sampled.token_ids))
+        token_ids = before.token_ids.at[:rows].set(sampled.token_ids)
+        kept = replace(before, token_ids=token_ids, expert_imbalance=sampled.expert_imbalance)
     else:
         kept = jax.tree.map(lambda old, ours: old.at[:rows].set(ours), before, sampled)
     return replace(new, decode=DecodeBuffers(state.decode.step_input, kept))
@@ -190,7 +193,7 @@ def take_sampled(sampled: SamplerOutput, *, num_rows: int, with_logprobs: bool) 
     """A copy of what the first rows sampled, which the next step's donation leaves alone."""
     if not with_logprobs:
         empty = no_logprobs(0, 0)
-        return SamplerOutput(sampled.token_ids[:num_rows], empty)
+        return SamplerOutput(sampled.token_ids[:num_rows], empty, sampled.expert_imbalance)
     return jax.tree.map(lambda leaf: leaf[:num_rows], sampled)
 
 

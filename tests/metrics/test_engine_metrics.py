@@ -59,6 +59,14 @@ def test_shapes_and_padding(metrics):
     assert value(metrics, "padding_tokens_total") == 10
 
 
+def test_expert_imbalance(metrics):
+    for imbalance in (0.0, 1.2, 3.5):  # the first from a step, or a model, without experts
+        metrics.record_stats(SchedulerStats(step_expert_imbalance=imbalance))
+    assert value(metrics, "moe_expert_imbalance_count") == 2
+    assert value(metrics, "moe_expert_imbalance_sum") == 4.7
+    assert value(metrics, "moe_expert_imbalance_bucket", le="1.25") == 1
+
+
 def test_tokens(metrics):
     metrics.record_prompt(100, 64, 0.03)
     metrics.record_tokens(1)

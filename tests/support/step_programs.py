@@ -31,10 +31,11 @@ def step_programs(
         max_num_seqs=max_num_seqs, vocab_size=model.vocab_size, max_logprobs=20, num_blocks=num_blocks,
         block_size=block_size, max_blocks_per_row=max_blocks_per_row,
         kv_cache_shapes=tuple(
-            backend.kv_cache_shape(num_blocks, block_size, spec.num_kv_heads // devices, spec.head_size)
+            backend.kv_cache_shape(num_blocks, block_size, spec.on_one_of(devices).num_kv_heads, spec.head_size)
             for spec in model.kv_cache_specs()
         ),
         kv_cache_dtype=model.dtype, num_ranks=placement.num_ranks, block_axis=backend.block_axis(),
+        has_experts=model.has_experts,
     )  # fmt: skip
     builder = BatchBuilder(BucketTable(tuple(buckets), tuple(buckets)), block_size, max_num_seqs)
     return StepPrograms(model, builder, shapes, [], ProgramStore(None, ""), placement)
