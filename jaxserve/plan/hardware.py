@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 
 LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "none", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_ACCELERATOR_TYPE": "v6e-8", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
 }  # fmt: skip
 """So that libtpu neither asks the cloud for a TPU, nor wants to own it alone, nor complains that there is none."""
 

@@ -9,7 +9,7 @@ from tiny_checkpoints import write_tiny_checkpoint
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli.main import main
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.slow]
 
 
 def tokens(model: Path, **options: object) -> list[list[int]]:

@@ -29,13 +29,21 @@ def convert(files: ModelFiles, store: Path, dtype: object = jnp.bfloat16) -> Mod
     return model
 
 
-@pytest.mark.parametrize("family", ["llama_mqa_biased", "qwen3"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "family, tensor, data",
+    [
+        ("llama_mqa_biased", 4, 1),
+        ("qwen3_moe", 2, 2),
+        pytest.param("qwen3", 1, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, 1, marks=pytest.mark.slow),
+        pytest.param("mixtral", 4, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_restored_over_a_mesh_as_if_loaded_there(
-    tmp_path: Path, family: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, tensor: int, data: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four devices replicate the KV heads (one, or two), and an uneven vocabulary is padded."""
-    if jax.device_count() < devices:
+    """Four devices replicate the KV heads, and an uneven vocabulary is padded; two ranks hold other experts each."""
+    if jax.device_count() < tensor * data:
         pytest.skip("needs virtual devices")
     monkeypatch.setattr(orbax_store, "GROUP_BYTES", 100_000)  # several groups
     files = resolve_model(
@@ -43,10 +51,13 @@ def test_restored_over_a_mesh_as_if_loaded_there(
     )
     convert(files, tmp_path / "store")
     assert len(list((tmp_path / "store" / "params").iterdir())) > 1
-    mesh = None if devices == 1 else make_mesh(devices)
-    model = build(files.config, OracleBackend(), jnp.bfloat16, devices)
-    restored = restore_params(tmp_path / "store", model.specs, model.weight_map, mesh=mesh)
-    expected = load_params(model.specs, model.weight_map, files, mesh=mesh)
+    mesh = None if tensor * data == 1 else make_mesh(tensor, data_parallel_size=data)
+    model = build(
+        files.config, OracleBackend(), jnp.bfloat16, tensor, data_parallel_size=data, expert_parallel=data > 1
+    )
+    rules = model.context.rules
+    restored = restore_params(tmp_path / "store", model.specs, model.weight_map, mesh=mesh, rules=rules)
+    expected = load_params(model.specs, model.weight_map, files, mesh=mesh, rules=rules)
     assert list(restored) == list(model.specs)
     for name, value in expected.items():
         assert restored[name].dtype == value.dtype
@@ -54,6 +65,7 @@ def test_restored_over_a_mesh_as_if_loaded_there(
         np.testing.assert_array_equal(restored[name], value)
 
 
+@pytest.mark.slow
 def test_into_another_type(tmp_path: Path) -> None:
     files = resolve_model(str(write_tiny_checkpoint(tmp_path / "hf", tokenizer=False)))
     half = convert(files, tmp_path / "store")
