@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels.dispatch import AttentionBackend
+from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 TENSOR_AXIS = "model"
@@ -38,6 +39,7 @@ class LayerContext:
         sequence_parallel: between layers each device of a group holds a part of a long step's tokens.
         rules: logical to mesh axes.
         ragged_exchange: the devices have ``jax.lax.ragged_all_to_all``: TPUs and GPUs do.
+        latent_backend: attention over a paged cache of latents, for the models that have one.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
@@ -52,6 +54,7 @@ class LayerContext:
     weight_first: bool = False
     scaled_kv_cache: bool = False
     ragged_exchange: bool = False
+    latent_backend: LatentBackend = BlockedLatentBackend()
 
     def param(
         self,

@@ -145,8 +145,16 @@ class RopeAngles:
         angles = positions.astype(jnp.float32)[:, None, None, None] * frequencies
         return cls(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
-    def rotate(self, x: jax.Array) -> jax.Array:
-        """Rotate [T, K, N, D] in float32, returned in x's type; the pair of element i is i + D / 2."""
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    def rotate(self, x: jax.Array, *, interleaved: bool = False) -> jax.Array:
+        """Rotate [T, K, N, D] in float32, returned in x's type; the pair of element i is i + D / 2.
+
+        ``interleaved``: in x the pairs are neighbours. They are not in what is returned, which changes no product of a
+        query and a key.
+        """
+        wide = x.astype(jnp.float32)
+        if interleaved:
+            first, second = wide[..., 0::2], wide[..., 1::2]
+        else:
+            first, second = jnp.split(wide, 2, axis=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -307,6 +307,7 @@ class JaxModelRunner:
             kv_cache_dtype=self.cache_dtype,
             num_ranks=self.placement.num_ranks,
             block_axis=self.backend.block_axis(),
+            has_experts=self.model.has_experts,
         )
         variants = step_variants(self.builder.table, self._style)
         fixed = [variant.bucket for variant in variants if variant.fixed]

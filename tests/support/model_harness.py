@@ -97,10 +97,9 @@ def sequence_logits(
     """Logits [len(token_ids), V] of one sequence, in chunks of these lengths, padded to the longest."""
     assert sum(chunks) == len(token_ids)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    backend = OracleBackend()
     shapes = [
         abstract_cache(
-            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
+            model.cache_backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
             cache_dtype,
             num_blocks + 1,
             BLOCK_SIZE,
@@ -122,7 +121,8 @@ def sequence_logits(
 
 def model_step(model: Model, mesh: Mesh | None):
     """The model as a jitted step over a mesh of tensor-parallel devices, and how its caches lie."""
-    specs = [cache_spec(1)] * len(model.kv_cache_specs())
+    split = cache_spec(model.cache_backend.block_axis(), split_heads=not model.has_latents)
+    specs = [split] * len(model.kv_cache_specs())
 
     def step(params, tokens, caches, metadata):
         hidden, caches = model.forward(params, tokens, metadata.positions, caches, metadata)
@@ -142,11 +142,12 @@ def model_step(model: Model, mesh: Mesh | None):
 def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
     """A step and its abstract arguments over a mesh: what ahead-of-time compilation takes."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    backend = OracleBackend()
     step, specs = model_step(model, mesh)
     caches = [
         jax.ShapeDtypeStruct(
-            backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
+            model.cache_backend.kv_cache_shape(
+                num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
+            ),
             spec.dtype,
             sharding=NamedSharding(mesh, split),
         )

@@ -103,6 +103,48 @@ GPT_OSS = {
         "truncate": False,
     },
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.2,
+        "original_max_position_embeddings": 32,
+    },
+}
+DEEPSEEK_V2 = MLA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+DEEPSEEK_V3 = MLA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 20,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -146,6 +188,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": QWEN2_MOE | {"mlp_only_layers": [1]},
     "qwen3_moe": QWEN3_MOE | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
     "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "deepseek_v2_groups": DEEPSEEK_V2
+    | {
+        "q_lora_rank": 20,
+        "attention_bias": True,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 4.0,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
 }
 """Name to what it changes in ``BASE_CONFIG``."""
 
@@ -181,13 +235,18 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         name = f"model.layers.{layer}"
         shapes[f"{name}.input_layernorm.weight"] = (hidden,)
         shapes[f"{name}.post_attention_layernorm.weight"] = (hidden,)
+        if "kv_lora_rank" in config:
+            shapes |= _latent_shapes(config, f"{name}.self_attn")
         for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            if "kv_lora_rank" in config:
+                break
             shapes[f"{name}.self_attn.{part}_proj.weight"] = (outputs, hidden)
             if qkv_bias:
                 shapes[f"{name}.self_attn.{part}_proj.bias"] = (outputs,)
             if config["model_type"] in ("qwen3", "qwen3_moe") and part != "v":
                 shapes[f"{name}.self_attn.{part}_norm.weight"] = (size,)
-        shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, queries)
+        if "kv_lora_rank" not in config:
+            shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, queries)
         if config["attention_bias"]:
             shapes[f"{name}.self_attn.o_proj.bias"] = (hidden,)
         if _has_experts(config, layer):
@@ -206,7 +265,35 @@ def _mlp_shapes(name: str, hidden: int, ffn: int, bias: bool = False) -> dict[st
     return shapes
 
 
+def _latent_shapes(config: dict[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    """A layer's latent attention, but the output's bias."""
+    hidden, heads, rank, rope = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
+    )
+    nope, value, query_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    queries = heads * (nope + rope)
+    if query_rank is None:
+        shapes["q_proj.weight"] = (queries, hidden)
+    else:
+        shapes["q_a_proj.weight"] = (query_rank, hidden)
+        shapes["q_a_layernorm.weight"] = (query_rank,)
+        shapes["q_b_proj.weight"] = (queries, query_rank)
+    if config["attention_bias"]:
+        shapes["kv_a_proj_with_mqa.bias"] = (rank + rope,)
+        if query_rank is not None:
+            shapes["q_a_proj.bias"] = (query_rank,)
+    return {f"{name}.{part}": shape for part, shape in shapes.items()}
+
+
 def _has_experts(config: dict[str, Any], layer: int) -> bool:
+    if "n_routed_experts" in config:
+        return layer >= config["first_k_dense_replace"] and layer % config["moe_layer_freq"] == 0
     if config["model_type"] in ("mixtral", "gpt_oss"):
         return True
     every = config.get("decoder_sparse_step")
@@ -235,13 +322,18 @@ def _expert_shapes(config: dict[str, Any], name: str) -> dict[str, tuple[int, ..
             for part, shape in {"w1": (ffn, hidden), "w2": (hidden, ffn), "w3": (ffn, hidden)}.items():
                 shapes[f"{block}.experts.{expert}.{part}.weight"] = shape
         return shapes
-    experts = config["num_experts"]
+    experts = config["n_routed_experts"] if "kv_lora_rank" in config else config["num_experts"]
     shapes = {f"{block}.gate.weight": (experts, hidden)}
     for expert in range(experts):
         shapes |= _mlp_shapes(f"{block}.experts.{expert}", hidden, config["moe_intermediate_size"])
     if kind == "qwen2_moe":
         shapes |= _mlp_shapes(f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
         shapes[f"{block}.shared_expert_gate.weight"] = (1, hidden)
+    if "kv_lora_rank" in config:
+        shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+        shapes |= _mlp_shapes(f"{block}.shared_experts", hidden, shared)
+    if config.get("topk_method") == "noaux_tc":
+        shapes[f"{block}.gate.e_score_correction_bias"] = (experts,)
     return shapes
 
 
