@@ -260,8 +260,15 @@ def test_settings_reach_the_engine(page, engine, watched):
         page.fill(f"#set-{name}", str(value))
     page.fill("#set-system", "Be brief.")
     page.fill("#set-stop", "END\n\\n\\n")
-    page.fill("#set-top_p", "3")  # refused: the last right one holds
+    page.fill("#set-top_p", "3")
     assert page.locator("#set-top_p").get_attribute("aria-invalid") == "true"
+    ask(page, "not sent")
+    note = page.locator(".message .note.error")
+    assert "Top p: At most 1." in note.inner_text()
+    note.get_by_text("Show the setting").click()
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("0.9")
+    assert engine.admitted == []
     page.select_option("#model", "model-b")
     with page.expect_request("**/v1/chat/completions") as request:
         ask(page, "hello")

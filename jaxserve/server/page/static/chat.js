@@ -10,8 +10,8 @@ const SAVE_EVERY_MS = 2000;
 const NEAR_END_PX = 80;
 
 /**
- * The chat. `host` says what it needs from the rest of the page: `model()`, `askForKey()`, `showSetting(name, asking)`,
- * `onChange()` (running or not, title, saved) and `announce(text)`.
+ * The chat. `host` says what it needs from the rest of the page: `model()`, `askForKey()`, `checkSettings()`,
+ * `showSetting(name, asking)`, `onChange()` (running or not, title, saved) and `announce(text)`.
  */
 export class Chat {
   constructor(host) {
@@ -130,10 +130,11 @@ export class Chat {
     const abort = new AbortController();
     let body;
     try {
+      this.host.checkSettings();
       body = requestBody(chat, asked, this.host.model(), goOn);
     } catch (error) {
       if (!(error instanceof SettingError)) throw error;
-      Object.assign(message, { status: "error", error: { message: error.message, status: 400, param: error.param } });
+      Object.assign(message, { status: "error", error: { message: error.message, status: null, param: error.param } });
       this.#finish(message);
       return;
     }

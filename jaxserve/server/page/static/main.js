@@ -197,6 +197,7 @@ const chat = new Chat({
     if (given) loadModels();
     return given;
   },
+  checkSettings: () => settingsView.check(),
   showSetting(name, asking) {
     if (asking || !settingsView.focus(name, true)) return settingsView.focus(name, true);
     open("settings", false);

@@ -100,12 +100,15 @@ export class MessageView {
     this.note = h("div", { class: "note", hidden: true });
     this.stats = h("span", { class: "stats" });
     this.tokensButton = iconButton("tokens", "Token probabilities", () => this.#toggleTokens(), { "aria-pressed": "false" });
+    this.textButtons = [
+      copyButton(() => this.message.content, "Copy answer"),
+      iconButton("edit", "Edit this answer", () => this.edit()),
+    ];
     this.toolbar = h(
       "div",
       { class: "toolbar" },
-      copyButton(() => this.message.content, "Copy answer"),
       iconButton("refresh", "Regenerate this answer", () => this.actions.regenerate()),
-      iconButton("edit", "Edit this answer", () => this.edit()),
+      ...this.textButtons,
       this.tokensButton,
       this.stats,
     );
@@ -143,6 +146,7 @@ export class MessageView {
     this.#updateNote();
     this.stats.textContent = statsText(message);
     this.toolbar.hidden = busy;
+    for (const button of this.textButtons) button.hidden = message.content === "";
   }
 
   #updateReasoning() {
@@ -203,7 +207,7 @@ export class MessageView {
       return [h("p", {}, h("strong", {}, "The server is busy. "), message), h("p", { class: "muted" }, `Trying again in ${retryIn} s. Esc gives up.`)];
     }
     const kept = this.message.content ? " What arrived is kept." : "";
-    const head = status === 0 ? "No connection. " : status === 400 ? "The server refused this request. " : `Error ${status}. `;
+    const head = status === null ? "Not sent. " : status === 0 ? "No connection. " : status === 400 ? "The server refused this request. " : `Error ${status}. `;
     const buttons = [h("button", { type: "button", class: "button", onclick: () => this.actions.regenerate() }, "Try again")];
     if (param && this.actions.showSetting(param, true)) {
       buttons.push(h("button", { type: "button", class: "button", onclick: () => this.actions.showSetting(param) }, "Show the setting"));

@@ -47,6 +47,14 @@ export class SettingsView {
     return true;
   }
 
+  /** Throws SettingError for a setting that holds something else than what would be sent. */
+  check() {
+    for (const [name, input] of Object.entries(this.inputs)) {
+      const problem = input.validationMessage;
+      if (problem && name !== "tools") throw new SettingError(`${input.labels?.[0]?.textContent ?? name}: ${problem}`, name);
+    }
+  }
+
   #build() {
     const system = this.#area("system", "System prompt", 4, "How the model should behave.");
     const numbers = NUMBERS.map((setting) => this.#number(setting));
@@ -58,7 +66,7 @@ export class SettingsView {
       ...EFFORTS.map((value) => h("option", { value }, value)),
     );
     this.inputs.reasoning_effort = effort;
-    const tools = this.#area("tools", "Tools", 5, "A JSON list of functions: name, description, parameters.");
+    const tools = this.#area("tools", "Functions, as JSON", 5, "A JSON list of functions: name, description, parameters.");
     this.inputs.tools.classList.add("mono");
     this.inputs.tools.spellcheck = false;
     byId("settings").append(
