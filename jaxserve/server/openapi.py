@@ -76,6 +76,8 @@ ANSWERS: Mapping[tuple[str, str], Answer] = {
     ("get", "/health"): Answer(),
     ("get", "/ping"): Answer(),
     ("post", "/ping"): Answer(),
+    ("post", "/start_profile"): Answer(),
+    ("post", "/stop_profile"): Answer(),
     ("post", "/reset_prefix_cache"): Answer(),
 }
 """Paths whose answer is described; others answer with some JSON."""

@@ -232,3 +232,10 @@ async def test_health_checks_are_not_logged(client, caplog):
     caplog.set_level("INFO", logger="jaxserve")
     await client.get("/health")
     assert [r for r in caplog.records if r.name.startswith("jaxserve")] == []
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+async def test_profiles_are_refused_by_name_where_they_are_off(client, path):
+    response = await client.post(path)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "profiler_dir"
