@@ -28,6 +28,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.programs import StepVariant
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
+from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend, supported
 from sharding import make_mesh
@@ -190,3 +191,28 @@ def test_whole_step(generation, bucket):
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_step_with_the_whole_sampler(generation):
     compile_step(generation, DECODE, 1, greedy_only=False)
+
+
+GROUPED = {
+    "decode": (512, 1536, 2048, 128, "bfloat16"),
+    "prefill, down": (8192, 2048, 768, 128, "bfloat16"),
+    "large matrices": (256, 28672, 4096, 8, "bfloat16"),
+    "part lanes, float32": (40, 96, 80, 5, "float32"),
+}
+SOME = [("prefill, down", "v6e"), ("large matrices", "tpu7x"), ("part lanes, float32", "v5p")]
+
+
+@pytest.mark.parametrize("name,generation", [*(("decode", each) for each in TOPOLOGIES), *SOME])
+def test_grouped_matmul(name, generation):
+    """One device's experts. Matrices whose rows fill lanes are not copied."""
+    rows, outputs, inner, groups, dtype = GROUPED[name]
+    whole = NamedSharding(make_mesh(1, devices(generation)), PartitionSpec())
+    abstract = partial(jax.ShapeDtypeStruct, sharding=whole)
+    multiply = TpuGroupedMatmul(generation)
+    assert multiply.why_not(outputs, inner, dtype) is None
+    operands = abstract((rows, inner), dtype), abstract((groups, outputs, inner), dtype)
+    lowered = jax.jit(multiply).lower(*operands, abstract((groups,), jnp.int32))
+    compiled = compile_and_report(f"{generation} grouped matmul, {name}", lowered)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    if inner % 128 == 0:
+        assert compiled.memory_analysis().temp_size_in_bytes < groups * outputs * inner

@@ -1,0 +1,388 @@
+"""Grouped matmul for Hopper (Mosaic GPU): bfloat16 or float16 rows and matrices, sums in float32.
+
+Central ideas:
+
+* Products are computed transposed: a matrix' outputs are the 64-row side of the tensor core's instruction, tokens are
+  its columns, of which there may be as few as 8. So the few rows an expert gets in decoding waste little, and each
+  weight is read once for a tile of tokens; with many rows the same code has wider tiles.
+* One persistent grid over a list of tiles (``gpu_work``) by blocks of outputs, a block of all tiles' next to another:
+  CTAs that run at the same time share rows and matrices in the L2. One warpgroup loads, running ahead over the ends
+  of items; two multiply.
+* Tiles may begin and end with rows of other groups, which are computed and not stored: eight rows leave shared memory
+  at a time where all of them are the group's, one at a time where not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, and tracing nothing imports nothing
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
+from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
+
+ROWS = 64
+"""Outputs of one instruction, and the elements of a swizzled line."""
+CONSUMERS = 2
+SHARED_MEMORY = 232_448
+"""Bytes of one CTA."""
+DTYPES = ("bfloat16", "float16")
+FIELDS = (Item.GROUP, Item.FIRST, Item.BEGIN, Item.END, Item.WIDTH)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tuned.
+
+    Args:
+        widths: tokens of a tile, ascending multiples of 8 up to 256: each has code of its own.
+        blocks: blocks of 64 outputs that one multiplying warpgroup computes of a tile.
+        step: contracted elements loaded at a time, 64 or a multiple; 64 where it does not divide them.
+        stages: steps in flight.
+        consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
+    """
+
+    widths: tuple[int, ...]
+    blocks: int = 1
+    step: int = 64
+    stages: int = 4
+    consumer_registers: int = 216
+    producer_registers: int = 72
+
+    def __post_init__(self) -> None:
+        if not self.widths or any(w % ALIGNED or not 0 < w <= 256 for w in self.widths):
+            raise ValueError(f"widths are multiples of {ALIGNED} up to 256, not {self.widths}")
+        if list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"widths ascend, unlike {self.widths}")
+        if self.step % ROWS or self.step > 256:
+            raise ValueError(f"step is a multiple of {ROWS} up to 256, not {self.step}")
+        # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
+        if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
+            raise ValueError(f"{self} gives out more registers than a CTA has")
+        if self.blocks * self.widths[-1] // 2 > self.consumer_registers - 40:
+            raise ValueError(f"{self}: the sums leave a thread too few registers")
+        if self.shared_memory > SHARED_MEMORY:
+            raise ValueError(f"{self} needs {self.shared_memory} bytes of shared memory, of {SHARED_MEMORY}")
+
+    @property
+    def outputs(self) -> int:
+        """Of a tile."""
+        return CONSUMERS * self.blocks * ROWS
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, about 1 KiB of barriers and alignment included."""
+        loads = self.stages * (self.outputs + self.widths[-1]) * self.step * 2
+        return loads + CONSUMERS * (self.widths[-1] + ALIGNED) * ROWS * 2 + 1024
+
+
+@functools.cache
+def _tuning() -> dict[str, Any]:
+    file = resources.files("pallas_kernels.grouped_matmul") / "gpu_tuning.json"
+    return json.loads(file.read_text())
+
+
+def tuned(num_rows: int, num_groups: int) -> Config:
+    """The table's configuration for so many rows of so many groups."""
+    for entry in _tuning()["tables"]:
+        most = entry["rows_per_group"]
+        if most is None or num_rows <= most * num_groups:
+            fields = {key: value for key, value in entry.items() if key not in ("rows_per_group", "source")}
+            return Config(**{**fields, "widths": tuple(fields["widths"])})
+    raise ValueError(
+        "gpu_tuning.json has no entry for any number of rows: its last one's rows_per_group is null"
+    )
+
+
+def supported(outputs: int, inner: int, dtype: Any) -> str | None:
+    """Why the kernel cannot multiply by [outputs, inner] matrices, None when it can."""
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        return f"the Hopper grouped matmul takes {' or '.join(DTYPES)}, not {name}"
+    if outputs % ROWS or inner % ROWS:
+        return f"the Hopper grouped matmul takes matrices whose sizes are multiples of {ROWS}, not {outputs} x {inner}"
+    return None
+
+
+def grouped_matmul(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, config: Config, num_sms: int, interpret: Any = None
+) -> jax.Array:  # fmt: skip
+    """[N, M] in lhs's type, accumulated in float32; padding rows are zero.
+
+    Args:
+        lhs: [N, K], sorted by group, padding last.
+        rhs: [E, M, K] of the same type; M and K multiples of 64.
+        group_sizes: int32 [E].
+        num_sms: multiprocessors to fill.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    num_rows, (num_groups, outputs, inner) = lhs.shape[0], rhs.shape
+    rows = padded_rows(num_rows, config.widths)
+    work = list_tiles(group_sizes, rows, config.widths)
+    if rows != num_rows:
+        lhs = jnp.pad(lhs, ((0, rows - num_rows), (0, 0)))
+    case = _Case(config, num_groups, outputs, inner, num_sms)
+    build = functools.partial(
+        plgpu.kernel,
+        _kernel_body(case, lhs.dtype),
+        grid=(num_sms,),
+        grid_names=("cta",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(case, lhs.dtype),
+        kernel_name="grouped_matmul",
+        interpret=interpret,
+    )
+    [out] = launch(
+        lambda out_type: build(out_type=out_type), ("grouped_matmul", case, lhs.dtype.name),
+        [work.items, work.count, lhs, rhs], [], (jax.ShapeDtypeStruct((rows, outputs), lhs.dtype),),
+        batched=[0, 2, 4], interpret=interpret,
+    )  # fmt: skip
+    return out[:num_rows]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What one compiled kernel is made for."""
+
+    config: Config
+    num_groups: int
+    outputs: int
+    inner: int
+    num_ctas: int
+
+    @property
+    def step(self) -> int:
+        return self.config.step if self.inner % self.config.step == 0 else ROWS
+
+    @property
+    def output_tiles(self) -> int:
+        return pl.cdiv(self.outputs, self.config.outputs)
+
+
+def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    config, step, widest = case.config, case.step, case.config.widths[-1]
+    stages = config.stages * config.step // step
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return dict(
+        weights_s=plgpu.SMEM((stages, CONSUMERS, config.blocks, ROWS, step), dtype, transforms=tiled),
+        tokens_s=plgpu.SMEM((stages, widest, step), dtype, transforms=tiled),
+        out_s=plgpu.SMEM((CONSUMERS, widest, ROWS), dtype, transforms=tiled),
+        row_s=plgpu.SMEM((CONSUMERS, ALIGNED, ROWS), dtype),
+        full=plgpu.Barrier(num_arrivals=CONSUMERS * config.blocks + 1, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    )
+
+
+def _kernel_body(case: _Case, dtype: Any) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    config, step_size = case.config, case.step
+    stages = config.stages * config.step // step_size
+    num_steps = case.inner // step_size
+
+    def grouped_matmul(items, count, lhs, rhs, out, *, weights_s, tokens_s, out_s, row_s, full, free):
+        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        work = count[0] * case.output_tiles
+        num_own = pl.cdiv(jnp.maximum(work - cta, 0), case.num_ctas)
+
+        def item(i):
+            """The CTA's i-th item: its fields, the first output of its tile, its steps."""
+            index = cta + i * case.num_ctas
+            row = lax.div(index, case.output_tiles)
+            group, first, begin, end, width = (items[row, field] for field in FIELDS)
+            first = pl.multiple_of(first, ALIGNED)
+            steps = jnp.where(group < case.num_groups, num_steps, 0)
+            return group, first, begin, end, width, lax.rem(index, case.output_tiles) * config.outputs, steps
+
+        def output_blocks(tile, consumer):
+            """For each block of 64 outputs: its number in the tile, its first output, whether there is such a one."""
+            for block in range(config.blocks):
+                first = tile + (consumer * config.blocks + block) * ROWS
+                yield block, pl.multiple_of(first, ROWS), first < case.outputs
+
+        def for_width(which, action):
+            """Run ``action(width)`` for the width in question."""
+            for index, width in enumerate(config.widths):
+                pl.when(which == index)(functools.partial(action, width))
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def one_item(i, done):
+                group, first, _, _, which, tile, steps = item(i)
+
+                def load(width):
+                    def one_step(step, _):
+                        at = done + step
+                        slot = lax.rem(at, stages)
+                        pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                        inner = pl.ds(pl.multiple_of(step * step_size, step_size), step_size)
+                        plgpu.copy_gmem_to_smem(
+                            lhs.at[pl.ds(first, width), inner],
+                            tokens_s.at[slot, pl.ds(0, width)],
+                            full.at[slot],
+                        )
+                        for consumer in range(CONSUMERS):
+                            for block, output, exists in output_blocks(tile, consumer):
+
+                                @pl.when(exists)
+                                def _load(consumer=consumer, block=block, output=output):
+                                    plgpu.copy_gmem_to_smem(
+                                        rhs.at[group, pl.ds(output, ROWS), inner],
+                                        weights_s.at[slot, consumer, block],
+                                        full.at[slot],
+                                    )
+
+                                # The arrival that the copy would make.
+                                pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+
+                    lax.fori_loop(0, steps, one_step, None)
+
+                for_width(which, load)
+                return done + steps
+
+            done = lax.fori_loop(0, num_own, one_item, jnp.int32(0))
+            for slot in range(stages):
+                pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(config.consumer_registers, action="increase")
+
+            def store_rows(piece, first, output, begin, end):
+                """Write rows begin to end (clamped) of 8, one by one."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rows = pl.ds(pl.multiple_of(piece * ALIGNED, ALIGNED), ALIGNED)
+                value = plgpu.load(out_s.at[warpgroup, rows], layout=copy_layout(ALIGNED, ROWS))
+                store(row_s.at[warpgroup], value)
+                plgpu.commit_smem()
+
+                def one_row(i, _):
+                    target = out.at[pl.ds(first + i, 1), pl.ds(output, ROWS)]
+                    plgpu.copy_smem_to_gmem(row_s.at[warpgroup, pl.ds(i, 1)], target)
+
+                lax.fori_loop(jnp.maximum(begin, 0), jnp.minimum(end, ALIGNED), one_row, None)
+
+            def store_tile(result, width, first, output, begin, end):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+                out_s.at[warpgroup, pl.ds(0, width)].T[...] = result.astype(dtype)
+                plgpu.commit_smem()
+
+                def one_piece(piece, _):
+                    row = piece * ALIGNED
+                    whole = (begin <= row) & (end >= row + ALIGNED)
+
+                    @pl.when(whole)
+                    def _eight():
+                        rows = pl.ds(pl.multiple_of(row, ALIGNED), ALIGNED)
+                        target = pl.ds(pl.multiple_of(first + row, ALIGNED), ALIGNED)
+                        plgpu.copy_smem_to_gmem(
+                            out_s.at[warpgroup, rows], out.at[target, pl.ds(output, ROWS)]
+                        )
+
+                    @pl.when(jnp.logical_not(whole))
+                    def _some():
+                        store_rows(piece, first + row, output, begin - row, end - row)
+
+                lax.fori_loop(lax.div(begin, ALIGNED), pl.cdiv(end, ALIGNED), one_piece, None)
+
+            def one_item(i, done):
+                _, first, begin, end, which, tile, steps = item(i)
+
+                def multiply(width):
+                    def sums_of(*sums):
+                        def one_step(step, _):
+                            at = done + step
+                            slot = lax.rem(at, stages)
+                            plgpu.barrier_wait(full.at[slot])
+                            tokens = tokens_s.at[slot, pl.ds(0, width)].T
+                            for block, each in enumerate(sums):
+                                plgpu.wgmma(each, weights_s.at[slot, warpgroup, block], tokens)
+                            plgpu.wgmma_wait(config.blocks)  # the step before is done with its slot
+                            before = lax.rem(at + stages - 1, stages)
+                            pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+
+                        lax.fori_loop(0, steps, one_step, None)
+                        plgpu.wgmma_wait(0)
+                        last = lax.rem(done + steps + stages - 1, stages)
+                        pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                        return tuple(each[...] for each in sums)
+
+                    room = [plgpu.ACC((ROWS, width), jnp.float32)] * config.blocks
+                    results = pl.run_scoped(sums_of, *room)
+                    for (_, output, exists), result in zip(
+                        output_blocks(tile, warpgroup), results, strict=True
+                    ):
+                        pl.when(exists)(
+                            functools.partial(store_tile, result, width, first, output, begin, end)
+                        )
+
+                for_width(which, multiply)
+                return done + steps
+
+            lax.fori_loop(0, num_own, one_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    return grouped_matmul
+
+
+@dataclass(frozen=True)
+class GpuGroupedMatmul:
+    """The kernel on Hopper; see ``dispatch.GroupedMatmul``. Static in the compiled step.
+
+    Args:
+        num_sms: multiprocessors to fill; None asks the first device.
+        config: instead of the tuning table's.
+        interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
+    """
+
+    num_sms: int | None = None
+    config: Config | None = None
+    interpret: Any = None
+    name = "mosaic_gpu"
+
+    def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
+        """Why it cannot multiply by [outputs, inner] matrices, None when it can."""
+        return supported(outputs, inner, dtype)
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """[N, M].
+
+        Raises:
+            ValueError: what ``why_not`` says, or operands of two types.
+        """
+        (num_rows, inner), (num_groups, outputs) = lhs.shape, rhs.shape[:2]
+        if lhs.dtype != rhs.dtype:
+            raise ValueError(
+                f"the Hopper grouped matmul takes rows and matrices of one type, not {lhs.dtype} and {rhs.dtype}"
+            )
+        if (reason := self.why_not(outputs, inner, lhs.dtype)) is not None:
+            raise ValueError(reason)
+        num_sms = self.num_sms if self.num_sms is not None else jax.devices()[0].core_count
+        config = self.config or tuned(num_rows, num_groups)
+        return _jitted(lhs, rhs, group_sizes, config, num_sms, self.interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _jitted(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, config: Config, num_sms: int, interpret: Any
+) -> jax.Array:
+    """Traced once for all layers of a step."""
+    return grouped_matmul(lhs, rhs, group_sizes, config=config, num_sms=num_sms, interpret=interpret)
+
+
+__all__ = ["Config", "GpuGroupedMatmul", "grouped_matmul", "supported", "tuned"]
