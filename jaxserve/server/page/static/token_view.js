@@ -70,7 +70,8 @@ function show(span, token) {
   card.hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const size = card.getBoundingClientRect();
-  const left = Math.min(Math.max(8, at.left), innerWidth - size.width - 8);
+  const room = byId("log").getBoundingClientRect(); // not over the panel
+  const left = Math.min(Math.max(room.left + 8, at.left), room.right - size.width - 8);
   const below = at.bottom + 6 + size.height < innerHeight;
   card.style.left = `${left}px`;
   card.style.top = `${below ? at.bottom + 6 : Math.max(8, at.top - size.height - 6)}px`;
