@@ -12,6 +12,7 @@ from jaxserve.config import ENGINE_CONFIGS, EngineConfig, ServerConfig
 from jaxserve.config.cli_flags import add_config_flags, config_from_flags, flags_given
 from jaxserve.config.config_file import FLAG, expand_config_file
 from jaxserve.engine.front import read_chat_template
+from jaxserve.engine.hosts import find_hosts
 from jaxserve.errors import ConfigError
 from jaxserve.logs import configure_logging, log_level
 from jaxserve.metrics.traces import check_tracing
@@ -45,6 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_names(server_config.tool_call_parser, server_config.reasoning_parser)
     chat_template = read_chat_template(engine_config.model_config.chat_template)
 
+    hosts = find_hosts(engine_config.hosts_config)
+    if hosts is not None and hosts.rank != 0:
+        from jaxserve.engine.follower import follow
+
+        return follow(engine_config, hosts)
     # The engine's code is imported after the command line is known to be right.
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.server.run import run_server

@@ -199,6 +199,43 @@ class EngineConfig:
     """All configs of one engine."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
+@dataclass(frozen=True)
+class HostsConfig:
+    """Several hosts with one engine over all their devices; each one runs the same command."""
+
+    coordinator: str | None = setting(
+        None,
+        "HOST:PORT of host 0, as the others reach it; PORT and the next one must be free there. Default: found by "
+        "itself on a Cloud TPU pod.",
+    )
+    nnodes: int | None = setting(
+        None, "Hosts. Default: those of the Cloud TPU pod that this host belongs to, else 1."
+    )
+    node_rank: int | None = setting(None, "This host's number, from 0; 0 serves, the others follow.")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "nnodes")
+        check_at_least(self, 0, "node_rank")
+        if (self.coordinator is None) != (self.node_rank is None) or (
+            self.coordinator and self.nnodes is None
+        ):
+            raise ConfigError(
+                "--coordinator, --nnodes and --node-rank belong together: give all three, or on a Cloud TPU pod none.",
+                param="coordinator",
+            )
+        if self.coordinator is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+            raise ConfigError(
+                f"coordinator must be HOST:PORT, got {self.coordinator!r}.", param="coordinator"
+            )
+        if self.node_rank is not None and self.nnodes is not None and self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank is {self.node_rank}, but the hosts are 0 to {self.nnodes - 1}.", param="node_rank"
+            )
+
+
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -208,10 +245,13 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Build from flat arguments, as ``LLM(model, max_num_seqs=16)`` and the command line give them."""
-        model, cache, scheduler, parallel, compilation, observability = split_kwargs(kwargs, ENGINE_CONFIGS)
+        model, cache, scheduler, parallel, compilation, observability, hosts = split_kwargs(
+            kwargs, ENGINE_CONFIGS
+        )
+    hosts_config: HostsConfig = field(default_factory=HostsConfig)
         return cls(
             ModelConfig(**model), CacheConfig(**cache), SchedulerConfig(**scheduler), ParallelConfig(**parallel),
-            CompilationConfig(**compilation), ObservabilityConfig(**observability),
+            CompilationConfig(**compilation), ObservabilityConfig(**observability), HostsConfig(**hosts),
         )  # fmt: skip
 
     def with_defaults_for(self, platform: str) -> EngineConfig:
@@ -250,6 +290,7 @@ ENGINE_CONFIGS: list[type[Any]] = [
 
 @dataclass(frozen=True)
 class PlatformDefaults:
+    HostsConfig,
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
