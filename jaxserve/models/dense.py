@@ -108,9 +108,16 @@ class DenseCausalLM(Decoder):
     def weight_map(self) -> list[WeightSource]:
         """Every tensor of the checkpoint, by Hugging Face name."""
         sources = weight_map(
-            self.config, self.num_kv_heads, self.context.tensor_parallel_size, self.feed_forward_sources
+            self.config,
+            self.context.tensor_parallel_size,
+            self.attention_sources,
+            self.feed_forward_sources,
         )
         return sources + (kv_scale_sources(self.config.num_layers) if self.kv_scales is not None else [])
+
+    def attention_sources(self, name: str, target: str) -> list[WeightSource]:
+        """Where the tensors of a layer's attention go: those of ``name`` to ``target``."""
+        return attention_sources(self.config, self.num_kv_heads, name, target)
 
     def feed_forward_sources(self, layer: int, name: str, target: str) -> list[WeightSource]:
         """Where the tensors of a layer's feed-forward go: those of ``{name}.mlp`` to ``{target}.mlp``."""
@@ -119,17 +126,17 @@ class DenseCausalLM(Decoder):
 
 def weight_map(
     config: DecoderConfig,
-    stored_kv_heads: int,
     tensor_parallel_size: int,
-    feed_forward_sources: Callable[[int, str, str], list[WeightSource]] | None = None,
+    attention_sources: Callable[[str, str], list[WeightSource]],
+    feed_forward_sources: Callable[[int, str, str], list[WeightSource]],
 ) -> list[WeightSource]:
     """Where each tensor goes.
 
     Args:
         config: the decoder.
-        stored_kv_heads: KV heads after replication.
         tensor_parallel_size: devices that split the vocabulary.
-        feed_forward_sources: the tensors of a layer's feed-forward, by its number, name and target; default: dense.
+        attention_sources: the tensors of a layer's attention, by its name and target.
+        feed_forward_sources: the tensors of a layer's feed-forward, by its number and the layer's name and target.
     """
     vocab, hidden, layers = config.vocab_size, config.hidden_size, config.num_layers
     rows = padded_vocab_size(vocab, tensor_parallel_size)
@@ -142,11 +149,8 @@ def weight_map(
         sources.append(WeightSource("lm_head.weight", (vocab, hidden), "lm_head", (rows, hidden), (live,)))
     for layer in range(layers):
         name, target = f"model.layers.{layer}", f"layers.{layer}"
-        sources += _attention_sources(config, stored_kv_heads, f"{name}.self_attn", f"{target}.attention")
-        if feed_forward_sources is None:
-            sources += dense_sources(config, name, target)
-        else:
-            sources += feed_forward_sources(layer, name, target)
+        sources += attention_sources(f"{name}.self_attn", f"{target}.attention")
+        sources += feed_forward_sources(layer, name, target)
         for part, norm in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
             sources.append(WeightSource(f"{name}.{part}.weight", (hidden,), norm, (layers, hidden), (layer,)))
     return sources
@@ -164,7 +168,7 @@ def kv_scale_sources(num_layers: int) -> list[WeightSource]:
     ]  # fmt: skip
 
 
-def _attention_sources(
+def attention_sources(
     config: DecoderConfig, stored_kv_heads: int, name: str, target: str
 ) -> list[WeightSource]:
     """q, k and v of a layer into the fused form, and the output product.

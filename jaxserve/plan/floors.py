@@ -131,6 +131,6 @@ class Floors:
         model = self.runner.model
         heads = model.num_heads / model.context.tensor_parallel_size
         return sum(
-            4.0 * heads * spec.head_size * min(context, spec.sliding_window or context)
+            2.0 * heads * (spec.head_size + spec.value_size) * min(context, spec.sliding_window or context)
             for spec in self.runner.specs
         )

@@ -39,7 +39,6 @@ class PlannedRunner(JaxModelRunner):
         super().__init__(config)
         self.platform = topology.platform
         self.topology, self.compiles = topology, compiles
-        self.why_no_kernels: str | None = None
         self.placement = self._place()
         self._program_folder = (
             program_folder(config.compilation_config.compile_cache_dir) if compiles else None

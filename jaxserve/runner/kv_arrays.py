@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -13,6 +13,7 @@ from jaxserve.errors import OutOfMemoryError
 from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.kv_cache_update.quantized import abstract_cache
+from pallas_kernels.mla_attention.dispatch import LatentBackend
 
 MIB = 1 << 20
 PROGRAM_RESERVE = 256 * MIB
@@ -45,12 +46,12 @@ def single_group(specs: list[KVCacheSpec]) -> KVCacheGroup:
     """
     windows = [spec.sliding_window for spec in specs]
     widest = None if None in windows else max(w for w in windows if w is not None)
-    first = specs[0]
-    spec = KVCacheSpec(first.num_kv_heads, first.head_size, first.dtype, first.dtype_bytes, widest)
-    return KVCacheGroup(tuple(range(len(specs))), spec)
+    return KVCacheGroup(tuple(range(len(specs))), replace(specs[0], sliding_window=widest))
 
 
-def bytes_per_block(specs: list[KVCacheSpec], block_size: int, backend: AttentionBackend) -> int:
+def bytes_per_block(
+    specs: list[KVCacheSpec], block_size: int, backend: AttentionBackend | LatentBackend
+) -> int:
     """Bytes one block takes over all layers, in the backend's layout (which may pad heads), int8's scales included."""
     shapes = (backend.kv_cache_shape(1, block_size, spec.num_kv_heads, spec.head_size) for spec in specs)
     caches = [

@@ -40,10 +40,10 @@ from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
+from pallas_kernels.mla_attention.dispatch import LatentBackend, latent_backend
 from sharding import make_mesh
 
 logger = logging.getLogger(__name__)
-from sharding.distributed import smallest
 
 WEIGHT_FORMATS = {"hf": "safetensors"}
 """``ModelFiles.format`` in the words of ``load_format``, where they differ."""
@@ -72,6 +72,8 @@ class JaxModelRunner:
         self.config = config
         self.platform = platform_name()
         self.counter = CompilationCounter()
+        self.backend: AttentionBackend | LatentBackend
+        self.why_no_kernels: str | None = None
         self.startup_seconds: dict[str, float] = {}
 
     # --- start ----------------------------------------------------------------------------------------------
@@ -110,17 +112,7 @@ class JaxModelRunner:
                 f"there are {available}. All of them are used by: {', '.join(fitting)}.",
                 param="tensor_parallel_size" if data == 1 else "data_parallel_size",
             )
-        placement = self._make_placement(devices)
-        if jax.process_count() == 1:
-            return placement
-        idle = {device.process_index for device in devices} - {d.process_index for d in placement.devices}
-        if idle:
-            raise ConfigError(
-                f"tensor_parallel_size {tensor} x data_parallel_size {data} leaves hosts {sorted(idle)} without work: "
-                f"the {jax.process_count()} hosts have {available} devices. Leave idle hosts out of --nnodes.",
-                param="tensor_parallel_size",
-            )
-        return placement
+        return self._make_placement(devices)
 
     def _available_devices(self) -> list[Any]:
         return jax.devices()
@@ -158,12 +150,15 @@ class JaxModelRunner:
             build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype, tensor_parallel_size=devices,
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
+            latent_backend=latent_backend(self.platform)[0],
         )  # fmt: skip
         portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
-        self.specs = [
-            replace(spec, num_kv_heads=spec.num_kv_heads // devices)
-            for spec in portable.kv_cache_specs(self.cache_dtype.name)
-        ]
+        self.specs = [spec.on_one_of(devices) for spec in portable.kv_cache_specs(self.cache_dtype.name)]
+        if portable.has_latents:
+            self.backend, self.why_no_kernels = latent_backend(self.platform)
+            if self.why_no_kernels is not None:
+                logger.warning("Attention takes the portable path, which is slower: %s.", self.why_no_kernels)
+            return portable
         sizes = AttentionSizes(
             num_heads=portable.num_heads // devices,
             num_kv_heads=self.specs[0].num_kv_heads,
@@ -172,13 +167,12 @@ class JaxModelRunner:
             dtype=self.dtype,
             kv_dtype=self.cache_dtype,
         )
-        self.backend, why_not = self._attention_backend(sizes, portable)
+        backend, why_not = self._attention_backend(sizes, portable)
+        self.backend = backend
         if why_not is not None:
             self._refuse_cache_type(replace(sizes, kv_dtype=self.dtype), portable, why_not)
             logger.warning("Attention takes the portable path, which is slower: %s", why_not)
-        if isinstance(self.backend, BlockedBackend):
-            return portable
-        return make(self.backend)
+        return portable if isinstance(backend, BlockedBackend) else make(backend)
 
     def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
         """What this process's devices offer: see ``attention_backend``."""
@@ -288,8 +282,7 @@ class JaxModelRunner:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
             budget = replace(budget, in_use=budget.in_use + state)
         block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
-        # Devices of other hosts may have less memory.
-        num_blocks = smallest(choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted))
+        num_blocks = choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted)
         if wanted is None:
             wanted = min(longest, (num_blocks - 1) * self.block_size)
             if wanted < 2:
@@ -319,6 +312,7 @@ class JaxModelRunner:
             kv_cache_dtype=self.cache_dtype,
             num_ranks=self.placement.num_ranks,
             block_axis=self.backend.block_axis(),
+            split_kv_heads=not self.model.has_latents,
             has_experts=self.model.has_experts,
         )
         variants = step_variants(self.builder.table, self._style)
@@ -331,10 +325,8 @@ class JaxModelRunner:
         return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
 
     def _program_store(self) -> ProgramStore:
-        """What is on disk of programs for this model on these devices; nothing for several processes, which must all
-        compile the same ones."""
-        folder = self._program_folder if jax.process_count() == 1 else None
-        return ProgramStore(folder, self._program_description(), self.placement.devices)
+        """What is on disk of programs for this model on these devices."""
+        return ProgramStore(self._program_folder, self._program_description(), self.placement.devices)
 
     def _program_description(self) -> str:
         """All of this engine that its programs depend on beside their shapes."""

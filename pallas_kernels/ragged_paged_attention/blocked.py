@@ -11,6 +11,7 @@ end adds exact zeros.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +48,12 @@ def blocked_attention(
     Returns:
         [T, H, D] in q's type; zero for padding tokens.
     """  # fmt: skip
-    num_tokens = q.shape[0]
-    walk = _Walk(kv_cache, options, sinks, q.shape[1])
+    return walk_context(q, metadata, _KeysAndValues(kv_cache, options, sinks, q.shape[1]))
+
+
+def walk_context(q: jax.Array, metadata: AttentionMetadata, walk: Walk) -> jax.Array:
+    """Attend q [T, H, D] to what ``walk`` gathers: [T, H, ``walk.value_size``] in q's type; zero for padding tokens."""
+    num_tokens, num_heads, _ = q.shape
     if num_tokens <= QUERY_TILE:
         # A small step: one path compiles in half the time, and there is little context to share between its queries.
         lengths = jnp.where(jnp.arange(num_tokens) < metadata.query_start_loc[-1], metadata.positions + 1, 0)
@@ -56,46 +61,42 @@ def blocked_attention(
     num_rows = metadata.seq_lens.shape[0]
     lengths = jnp.where(jnp.arange(num_rows) < metadata.distribution[0], metadata.seq_lens, 0)
     out = _single_queries(q[:num_rows], lengths, metadata.block_tables, walk)
-    out = jnp.concatenate([out, jnp.zeros((num_tokens - num_rows, *q.shape[1:]), q.dtype)])
-    return _query_tiles(q, out, walk, metadata)
+    rest = jnp.zeros((num_tokens - num_rows, num_heads, walk.value_size), q.dtype)
+    return _query_tiles(q, jnp.concatenate([out, rest]), walk, metadata)
 
 
-class _Walk:
-    """One layer's cache and options: gathers tiles of keys and scores them."""
+class Walk:
+    """One layer's cache and options: gathers tiles of keys and values and scores them.
 
-    def __init__(self, kv_cache: KVCache, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
-        self.scales = kv_cache.scales if isinstance(kv_cache, ScaledCache) else None
-        values = values_of(kv_cache)
-        _, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size = values.shape
-        self.dtype = values.dtype
-        self.flat = as_bits(values).reshape(
-            2 * self.num_blocks * self.num_kv_heads, self.block_size, self.head_size
-        )
+    Args:
+        options: scale, window, soft cap.
+        num_heads, num_kv_heads: H and K.
+        block_size: tokens a block.
+        value_size: elements of a value.
+        dtype: of the cache.
+        sinks: [H] extra logits of the denominator.
+    """
+
+    def __init__(
+        self,
+        options: AttentionOptions,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        value_size: int,
+        dtype: Any,
+        sinks: jax.Array | None = None,
+    ) -> None:
         self.options = options
-        self.group = num_heads // self.num_kv_heads
-        self.blocks_per_tile = max(1, KV_TILE // self.block_size)
-        self.tile = self.blocks_per_tile * self.block_size
-        self.sinks = (
-            None if sinks is None else sinks.astype(jnp.float32).reshape(self.num_kv_heads, self.group)
-        )
+        self.num_kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
+        self.value_size, self.dtype = value_size, dtype
+        self.blocks_per_tile = max(1, KV_TILE // block_size)
+        self.tile = self.blocks_per_tile * block_size
+        self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, self.group)
 
     def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[..., C] physical blocks -> keys and values [..., K, C * block_size, D], laid out as the products want."""
-        heads = jnp.arange(self.num_kv_heads)[:, None]
-        index = blocks[..., None, :] * self.num_kv_heads + heads  # [..., K, C]
-        k = self._rows(index)
-        v = self._rows(index + self.num_blocks * self.num_kv_heads)
-        if self.scales is None:
-            return k, v
-        scales = self.scales.at[blocks].get(mode="promise_in_bounds")  # [..., C, 2, K, block_size]
-        scales = jnp.moveaxis(scales, -4, -2)
-        scales = scales.reshape(*scales.shape[:-2], self.tile, 1)  # [..., 2, K, tile, 1]
-        return k * scales[..., 0, :, :, :], v * scales[..., 1, :, :, :]
-
-    def _rows(self, index: jax.Array) -> jax.Array:
-        """[..., K, C] rows of ``flat`` -> [..., K, C * block_size, D] float32."""
-        rows = from_bits(self.flat.at[index].get(mode="promise_in_bounds"), self.dtype)
-        return rows.reshape(*index.shape[:-1], self.tile, self.head_size).astype(jnp.float32)
+        """[..., C] physical blocks to float32 keys [..., K, C * block_size, D] and values, ``value_size`` wide."""
+        raise NotImplementedError
 
     def product(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """A product of float32 arrays; of a float32 cache on every device in float32 (not in TF32)."""
@@ -139,9 +140,38 @@ class _Walk:
         return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
 
 
-def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk) -> jax.Array:
-    """N independent queries: q [N, H, D], context lengths [N] (0: none), tables [N, B] -> [N, H, D]."""
-    num_queries, _, head_size = q.shape
+class _KeysAndValues(Walk):
+    """Keys and values [2, num_blocks, K, block_size, D]; int8 with their scales."""
+
+    def __init__(self, kv_cache: KVCache, options: AttentionOptions, sinks: jax.Array | None, num_heads: int):
+        values = values_of(kv_cache)
+        _, self.num_blocks, kv_heads, block_size, self.head_size = values.shape
+        super().__init__(options, num_heads, kv_heads, block_size, self.head_size, values.dtype, sinks)
+        self.scales = kv_cache.scales if isinstance(kv_cache, ScaledCache) else None
+        self.flat = as_bits(values).reshape(2 * self.num_blocks * kv_heads, block_size, self.head_size)
+
+    def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[..., C] physical blocks -> keys and values [..., K, C * block_size, D], laid out as the products want."""
+        heads = jnp.arange(self.num_kv_heads)[:, None]
+        index = blocks[..., None, :] * self.num_kv_heads + heads  # [..., K, C]
+        k = self._rows(index)
+        v = self._rows(index + self.num_blocks * self.num_kv_heads)
+        if self.scales is None:
+            return k, v
+        scales = self.scales.at[blocks].get(mode="promise_in_bounds")  # [..., C, 2, K, block_size]
+        scales = jnp.moveaxis(scales, -4, -2)
+        scales = scales.reshape(*scales.shape[:-2], self.tile, 1)  # [..., 2, K, tile, 1]
+        return k * scales[..., 0, :, :, :], v * scales[..., 1, :, :, :]
+
+    def _rows(self, index: jax.Array) -> jax.Array:
+        """[..., K, C] rows of ``flat`` -> [..., K, C * block_size, D] float32."""
+        rows = from_bits(self.flat.at[index].get(mode="promise_in_bounds"), self.dtype)
+        return rows.reshape(*index.shape[:-1], self.tile, self.head_size).astype(jnp.float32)
+
+
+def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: Walk) -> jax.Array:
+    """N independent queries: q [N, H, D], context lengths [N] (0: none), tables [N, B] -> [N, H, value]."""
+    num_queries, num_heads, head_size = q.shape
     order = jnp.argsort(-lengths)
     rank = jnp.argsort(order)
     tile_rows = min(ROW_TILE, num_queries)
@@ -161,12 +191,13 @@ def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _
         tile_out = _walk_rows(rows(qg), rows(lengths), rows(tables), walk)
         return jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
 
-    out = jax.lax.fori_loop(0, num_tiles, row_tile, jnp.zeros_like(qg))
-    return out[rank].reshape(q.shape).astype(q.dtype)
+    out = jnp.zeros((*qg.shape[:-1], walk.value_size), jnp.float32)
+    out = jax.lax.fori_loop(0, num_tiles, row_tile, out)
+    return out[rank].reshape(num_queries, num_heads, walk.value_size).astype(q.dtype)
 
 
-def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk) -> jax.Array:
-    """Online softmax of one query a row: q [r, K, G, D], lengths [r], tables [r, B] -> [r, K, G, D] float32."""
+def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: Walk) -> jax.Array:
+    """Online softmax of one query a row: q [r, K, G, D], lengths [r], tables [r, B] -> [r, K, G, value] float32."""
     last = (lengths.max() + walk.tile - 1) // walk.tile
     shortest = jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max).min()
     first = walk.first_tile(shortest - 1)
@@ -175,7 +206,7 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(tables, index * walk.blocks_per_tile, walk.blocks_per_tile, 1)
-        k, v = walk.gather(blocks)  # [r, K, tile, D]
+        k, v = walk.gather(blocks)  # [r, K, tile, D and value]
         keys = (index * walk.tile + jnp.arange(walk.tile))[None]
         mask = walk.visible(keys, queries)[:, None, None]  # [r, 1, 1, tile]
         scores = jnp.where(mask, walk.cap(walk.product("rkgd,rksd->rkgs", q, k)), MASKED)
@@ -187,13 +218,18 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: _Walk)
         added = walk.product("rkgs,rksd->rkgd", weights, v)
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
-    init = jnp.full(q.shape[:3], MASKED, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros_like(q)
+    shape = q.shape[:3]
+    init = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, walk.value_size), jnp.float32),
+    )
     top, total, acc = jax.lax.fori_loop(first, last, body, init)
     return walk.finish(top, total, acc, (1, 2))
 
 
-def _query_tiles(q: jax.Array, out: jax.Array, walk: _Walk, metadata: AttentionMetadata) -> jax.Array:
-    """Rows with several queries: fill their part of ``out`` [T, H, D], tile by tile."""
+def _query_tiles(q: jax.Array, out: jax.Array, walk: Walk, metadata: AttentionMetadata) -> jax.Array:
+    """Rows with several queries: fill their part of ``out`` [T, H, value], tile by tile."""
     num_tokens = q.shape[0]
     tile_q = min(QUERY_TILE, num_tokens)
     starts, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
@@ -221,10 +257,10 @@ def _query_tiles(q: jax.Array, out: jax.Array, walk: _Walk, metadata: AttentionM
 
 
 def _walk_queries(
-    q: jax.Array, first_position: jax.Array, live: jax.Array, table: jax.Array, walk: _Walk
+    q: jax.Array, first_position: jax.Array, live: jax.Array, table: jax.Array, walk: Walk
 ) -> jax.Array:
-    """Online softmax of one row's tile of queries: q [t, H, D], table [B] -> [t, H, D] float32."""
-    tile_q, _, head_size = q.shape
+    """Online softmax of one row's tile of queries: q [t, H, D], table [B] -> [t, H, value] float32."""
+    tile_q, num_heads, head_size = q.shape
     grouped = q.astype(jnp.float32).reshape(tile_q, walk.num_kv_heads, walk.group, head_size)
     grouped = jnp.moveaxis(grouped, 0, 2).reshape(walk.num_kv_heads, walk.group * tile_q, head_size)
     grouped = grouped * walk.options.scale
@@ -253,6 +289,8 @@ def _walk_queries(
         return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
 
     shape = (walk.num_kv_heads, walk.group, tile_q)
-    init = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size))
+    init = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, walk.value_size))
     top, total, acc = jax.lax.fori_loop(first, last, body, init)
-    return jnp.moveaxis(walk.finish(top, total, acc, (0, 1)), 2, 0).reshape(q.shape)
+    return jnp.moveaxis(walk.finish(top, total, acc, (0, 1)), 2, 0).reshape(
+        tile_q, num_heads, walk.value_size
+    )

@@ -1,0 +1,1 @@
+"""Multi-head latent attention over one cached latent a token: the oracle and the portable implementation."""
