@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024): one cached latent a token, from which all heads' keys and values come.
+"""Multi-head latent attention (DeepSeek-AI, 2024): one cached latent a token, from which all keys and values come.
 
 A head's key is ``k_up latent`` and the rotated part that all heads share, its value is ``v_up latent``. Neither is ever
 made: ``q . (k_up latent)`` is ``(k_up^T q) . latent``, and the sum of values is ``v_up`` of the sum of latents. So

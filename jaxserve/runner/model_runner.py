@@ -42,6 +42,7 @@ from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBac
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
 from pallas_kernels.mla_attention.dispatch import LatentBackend, latent_backend
 from sharding import make_mesh
+from sharding.distributed import smallest
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,17 @@ class JaxModelRunner:
                 f"there are {available}. All of them are used by: {', '.join(fitting)}.",
                 param="tensor_parallel_size" if data == 1 else "data_parallel_size",
             )
-        return self._make_placement(devices)
+        placement = self._make_placement(devices)
+        if jax.process_count() == 1:
+            return placement
+        idle = {device.process_index for device in devices} - {d.process_index for d in placement.devices}
+        if idle:
+            raise ConfigError(
+                f"tensor_parallel_size {tensor} x data_parallel_size {data} leaves hosts {sorted(idle)} without work: "
+                f"the {jax.process_count()} hosts have {available} devices. Leave idle hosts out of --nnodes.",
+                param="tensor_parallel_size",
+            )
+        return placement
 
     def _available_devices(self) -> list[Any]:
         return jax.devices()
@@ -282,7 +293,8 @@ class JaxModelRunner:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
             budget = replace(budget, in_use=budget.in_use + state)
         block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
-        num_blocks = choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted)
+        # Devices of other hosts may have less memory.
+        num_blocks = smallest(choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted))
         if wanted is None:
             wanted = min(longest, (num_blocks - 1) * self.block_size)
             if wanted < 2:
@@ -325,8 +337,10 @@ class JaxModelRunner:
         return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
 
     def _program_store(self) -> ProgramStore:
-        """What is on disk of programs for this model on these devices."""
-        return ProgramStore(self._program_folder, self._program_description(), self.placement.devices)
+        """What is on disk of programs for this model on these devices; nothing for several processes, which must all
+        compile the same ones."""
+        folder = self._program_folder if jax.process_count() == 1 else None
+        return ProgramStore(folder, self._program_description(), self.placement.devices)
 
     def _program_description(self) -> str:
         """All of this engine that its programs depend on beside their shapes."""

@@ -97,7 +97,10 @@ def slow(*values: Any) -> Any:
         ("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
         # One latent cache a rank, whole on both of its devices; experts over all four.
         ("deepseek_v3", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
-        slow("deepseek_v3", {"tensor_parallel_size": 4, "sequence_parallel": True, "max_num_batched_tokens": 256}),
+        slow(
+            "deepseek_v3",
+            {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128},
+        ),
         slow("llama", {"tensor_parallel_size": 8}),
         slow("llama", {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128}),
         slow("llama", {"data_parallel_size": 3}),

@@ -51,7 +51,7 @@ def latent_batch(dtype=jnp.float32, **case):
 def test_equals_the_oracle(name: str, lanes: int) -> None:
     batch, cache, latents = latent_batch(**CASES[name])
     backend = BlockedLatentBackend(lanes)
-    blocks, block_size, stored = backend.kv_cache_shape(*cache.shape[:2], 1, LATENT)
+    stored = backend.kv_cache_shape(*cache.shape[:2], 1, LATENT)[-1]
     assert stored == (LATENT if lanes == 1 else 128)
     wide = jnp.pad(cache, ((0, 0), (0, 0), (0, stored - LATENT)), constant_values=jnp.nan)
     attend = jax.jit(partial(backend.update_and_attend, scale=SCALE, value_size=VALUE))

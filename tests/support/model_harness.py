@@ -145,9 +145,7 @@ def abstract_step(model: Model, mesh: Mesh, num_tokens: int):
     step, specs = model_step(model, mesh)
     caches = [
         jax.ShapeDtypeStruct(
-            model.cache_backend.kv_cache_shape(
-                num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
-            ),
+            model.cache_backend.kv_cache_shape(num_blocks + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_size),
             spec.dtype,
             sharding=NamedSharding(mesh, split),
         )
