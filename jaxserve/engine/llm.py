@@ -37,6 +37,7 @@ from jaxserve.metrics.snapshot import Metric
 from jaxserve.metrics.traces import RequestTracer, open_tracer
 from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxserve.step import EngineInfo
 from jaxserve.tokenizer.chat_template import render, template_text
 from jaxserve.tokenizer.interface import Tokenizer
 from jaxserve.tokenizer.prompted_tools import in_messages, takes_tools
@@ -319,6 +320,11 @@ class LLM:
         """The model's tokenizer; None with ``skip_tokenizer_init``."""
         return self._front.tokenizer
 
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine was sized for."""
+        return self._core.info
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What a prompt without parameters is sampled with."""
         return SamplingParams(**self._front.default_sampling_params)
@@ -432,12 +438,13 @@ def _drop_failed_calls() -> None:
     interrupts ``llm.generate`` and builds another LLM would have both in memory.
     """
     failure = getattr(sys, "last_value", None)
-    if isinstance(failure, BaseException):
+    while isinstance(failure, BaseException):
         for frame, _ in traceback.walk_tb(failure.__traceback__):
             if str(frame.f_globals.get("__name__", "")).startswith("jaxserve."):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
                     _ = frame.f_locals  # before Python 3.13 a dict of its own, made anew by being read
+        failure = failure.__cause__ or failure.__context__
     gc.collect()
 
 
