@@ -5,11 +5,14 @@ No token is dropped: there is room for all of them going to one expert. Padding 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_parallel import experts_here, local_experts, over_data
@@ -17,7 +20,11 @@ from jaxserve.layers.linear import contract, linear
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import Router, RouterConfig
-from pallas_kernels.grouped_matmul.dispatch import grouped_matmul
+from sharding import ParamSpec, ShardingRules
+
+GATE_UP_AXES = ("expert", None, "expert_ffn", "embed")
+DOWN_AXES = ("expert", "embed", "expert_ffn")
+"""Logical axes of experts' matrices, of which the last one is contracted."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class Experts(nnx.Module):
                 param="tensor_parallel_size",
             )
         experts_here(experts, context)  # refuses sizes that do not fit
-        self.gate_up = context.param((experts, 2, ffn, hidden_size), ("expert", None, "expert_ffn", "embed"))
-        self.down = context.param((experts, hidden_size, ffn), ("expert", "embed", "expert_ffn"))
+        self.gate_up = context.param((experts, 2, ffn, hidden_size), GATE_UP_AXES)
+        self.down = context.param((experts, hidden_size, ffn), DOWN_AXES)
         gate_up_bias = context.param((experts, 2, ffn), ("expert", None, "expert_ffn"), scale=0.0)
         down_bias = context.param((experts, hidden_size), ("expert", "embed"), scale=0.0)
         self.gate_up_bias = gate_up_bias if config.bias else None
@@ -99,12 +106,12 @@ class Experts(nnx.Module):
     def _run(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """[N, M] sorted rows, of ``experts`` [N], through theirs. Rows of none give anything finite."""
         weight = self.gate_up[...]
-        gate_up = grouped_matmul(x, weight.reshape(weight.shape[0], -1, x.shape[1]), sizes)
+        gate_up = self.context.grouped_matmul(x, weight.reshape(weight.shape[0], -1, x.shape[1]), sizes)
         halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
         if self.gate_up_bias is not None:
             halves = halves + self.gate_up_bias[experts]
         gate, up = halves[:, 0], halves[:, 1]
-        down = grouped_matmul(self._activate(gate, up).astype(x.dtype), self.down[...], sizes)
+        down = self.context.grouped_matmul(self._activate(gate, up).astype(x.dtype), self.down[...], sizes)
         if self.down_bias is None:
             return down
         # The parts of a split expert are added up, and its bias is to be added once.
@@ -123,6 +130,19 @@ class Experts(nnx.Module):
 def count_tokens(experts: jax.Array, num_experts: int) -> jax.Array:
     """int32 [E]: how often each expert is named; other numbers are nobody."""
     return jnp.sum(experts.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+
+def expert_products(
+    specs: Iterable[ParamSpec], mesh: Mesh | None, rules: ShardingRules
+) -> set[tuple[int, int]]:
+    """(outputs, inner) of the experts' matrices on one device: what ``grouped_matmul`` is asked for."""
+    products: set[tuple[int, int]] = set()
+    for spec in specs:
+        if spec.axes in (GATE_UP_AXES, DOWN_AXES):
+            sharding = spec.abstract(mesh, rules).sharding
+            shape = spec.shape if sharding is None else sharding.shard_shape(spec.shape)
+            products.add((math.prod(shape[1:-1]), shape[-1]))
+    return products
 
 
 class MoE(nnx.Module):

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels.dispatch import AttentionBackend
+from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
@@ -40,6 +41,7 @@ class LayerContext:
         rules: logical to mesh axes.
         ragged_exchange: the devices have ``jax.lax.ragged_all_to_all``: TPUs and GPUs do.
         latent_backend: attention over a paged cache of latents, for the models that have one.
+        grouped_matmul: what multiplies experts' tokens by their matrices.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
@@ -55,6 +57,7 @@ class LayerContext:
     scaled_kv_cache: bool = False
     ragged_exchange: bool = False
     latent_backend: LatentBackend = BlockedLatentBackend()
+    grouped_matmul: GroupedMatmul = PORTABLE
 
     def param(
         self,

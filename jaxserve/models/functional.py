@@ -20,6 +20,7 @@ from jaxserve.models.interface import CausalLM, CountsExperts
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
 from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
+from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
@@ -138,6 +139,7 @@ def build(
     weight_first: bool = False,
     kv_cache_dtype: Any = None,
     latent_backend: LatentBackend = BlockedLatentBackend(),
+    grouped_matmul: GroupedMatmul = PORTABLE,
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -152,6 +154,7 @@ def build(
         weight_first: multiply few tokens with the weight on the left: for CPUs.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
         latent_backend: what takes the place of ``backend`` in models that cache latents.
+        grouped_matmul: of experts.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -168,7 +171,7 @@ def build(
     context = LayerContext(
         np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
-        ragged_exchange=ragged_exchange, latent_backend=latent_backend,
+        ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)

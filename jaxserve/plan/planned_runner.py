@@ -22,6 +22,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
+from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, WhereItCan
 from sharding import MESH_AXES, ParamSpec, make_mesh
 
 
@@ -75,6 +76,15 @@ class PlannedRunner(JaxModelRunner):
         ]
         self.why_no_kernels = next(filter(None, reasons), None)
         return (backend if self.why_no_kernels is None else BlockedBackend()), self.why_no_kernels
+
+    def _grouped_matmul(self) -> tuple[GroupedMatmul, str | None]:
+        if self.platform == "tpu":
+            from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul
+
+            return WhereItCan(TpuGroupedMatmul(self.topology.generation)), None
+        from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+
+        return WhereItCan(GpuGroupedMatmul()), None
 
     def _device_budget(self, temporaries: int) -> MemoryBudget:
         share = self.config.cache_config.gpu_memory_utilization

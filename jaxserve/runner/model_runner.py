@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, OutOfMemoryError
+from jaxserve.layers.moe import expert_products
 from jaxserve.models import Model, build
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import Bucket, BucketTable
@@ -39,6 +40,7 @@ from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
+from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, grouped_matmul_of
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
 from pallas_kernels.mla_attention.dispatch import LatentBackend, latent_backend
 from sharding import make_mesh
@@ -161,9 +163,10 @@ class JaxModelRunner:
             build, hf_config, dtype=self.dtype, kv_cache_dtype=self.cache_dtype, tensor_parallel_size=devices,
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
-            latent_backend=latent_backend(self.platform)[0],
+            latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
         )  # fmt: skip
         portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
+        self._tell_of_experts(portable)
         self.specs = [spec.on_one_of(devices) for spec in portable.kv_cache_specs(self.cache_dtype.name)]
         if portable.has_latents:
             self.backend, self.why_no_kernels = latent_backend(self.platform)
@@ -188,6 +191,20 @@ class JaxModelRunner:
     def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
         """What this process's devices offer: see ``attention_backend``."""
         return attention_backend(self.platform, sizes, model.attention_options)
+
+    def _grouped_matmul(self) -> tuple[GroupedMatmul, str | None]:
+        """What this process's devices offer for experts: see ``grouped_matmul_of``."""
+        return grouped_matmul_of(self.platform)
+
+    def _tell_of_experts(self, model: Model) -> None:
+        """Log which products of experts are left to the portable path, and why."""
+        products = expert_products(model.specs.values(), self.placement.mesh, model.context.rules)
+        if not products:
+            return
+        kernel, why_not = self._grouped_matmul()
+        reasons = {kernel.why_not(*product, self.dtype) for product in products} | {why_not}
+        for reason in sorted(filter(None, reasons)):
+            logger.warning("Experts take the portable path, which is slower: %s", reason)
 
     def _refuse_cache_type(self, sizes: AttentionSizes, model: Model, why_not: str) -> None:
         """Refuse a cache type which alone keeps the model off its device's kernels: it would be silently slow.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,18 +16,101 @@ _OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
 )
 
 
-def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Rows of ``lhs``, sorted by group, each by the matrix of its group. What computes it is chosen when it is
-    lowered, for the target's platform.
+class GroupedMatmul(Protocol):
+    """Rows, sorted by group, each by the matrix of its group. Stateless: it is a static part of the model."""
 
-    Args:
-        lhs: [N, K], padding rows last.
-        rhs: [E, M, K], outputs first, as weights are.
-        group_sizes: int32 [E] rows of each group; they may add up to less than N.
+    @property
+    def name(self) -> str:
+        """Of what computes it."""
+        ...
 
-    Returns:
-        [N, M] in lhs's type, accumulated in float32. Padding rows are zero.
+    def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
+        """Why [outputs, inner] matrices of this type are left to the portable path; None: they are not."""
+        ...
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Multiply one device's rows by its matrices.
+
+        Args:
+            lhs: [N, K], padding rows last.
+            rhs: [E, M, K], outputs first, as weights are.
+            group_sizes: int32 [E] rows of each group; they may add up to less than N.
+
+        Returns:
+            [N, M] in lhs's type, accumulated in float32. Padding rows are zero, whatever they held.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PortableGroupedMatmul:
+    """Plain XLA, any types and sizes: a loop over blocks of rows on CPUs, elsewhere ``jax.lax.ragged_dot``."""
+
+    name: str = "portable"
+
+    def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
+        return None
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return grouped_matmul(lhs, rhs, group_sizes)
+
+
+PORTABLE = PortableGroupedMatmul()
+
+
+@dataclass(frozen=True)
+class WhereItCan:
+    """A device's kernel, and the portable path for what that cannot do (``why_not``)."""
+
+    kernel: GroupedMatmul
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
+        return self.kernel.why_not(outputs, inner, dtype)
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        able = lhs.dtype == rhs.dtype and self.why_not(rhs.shape[1], rhs.shape[2], rhs.dtype) is None
+        return (self.kernel if able else grouped_matmul)(lhs, rhs, group_sizes)
+
+
+def grouped_matmul_of(platform: str) -> tuple[GroupedMatmul, str | None]:
+    """What computes it on ``cpu``, ``gpu`` or ``tpu``, and why it is not the device's own kernel (None: it is).
+
+    Raises:
+        ValueError: a TPU that the kernel has no tile sizes for.
     """
+    # Pallas' TPU and GPU halves take a while to import, and no other platform needs them.
+    if platform == "tpu":
+        from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul, generation_of
+
+        return WhereItCan(TpuGroupedMatmul(generation_of(jax.local_devices()[0].device_kind))), None
+    if platform == "gpu":
+        if (why_not := _hopper_why_not()) is not None:
+            return PORTABLE, why_not
+        from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+
+        return WhereItCan(GpuGroupedMatmul()), None
+    return PORTABLE, None
+
+
+def _hopper_why_not() -> str | None:
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return f"the Hopper grouped matmul needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", "none"))
+    if capability != "9.0":
+        return (
+            f"the Hopper grouped matmul needs compute capability 9.0, {device.device_kind} has {capability}"
+        )
+    return None
+
+
+def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """``GroupedMatmul`` in plain XLA. What computes it is chosen when it is lowered, for the target's platform."""
     return lax.platform_dependent(lhs, rhs, group_sizes, cpu=blocked.grouped_matmul, default=_ragged_dot)
 
 

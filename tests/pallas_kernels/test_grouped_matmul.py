@@ -66,3 +66,48 @@ def test_a_cpu_takes_the_blocks() -> None:
 
 def test_few_rows_a_group_make_small_blocks() -> None:
     assert [blocked.block_rows(n, 8) for n in (1, 8, 33, 64, 400, 100_000)] == [4, 4, 4, 8, 64, 64]
+
+
+class Kernel:
+    """One that takes a single shape, and says that it was asked."""
+
+    name = "kernel"
+
+    def why_not(self, outputs: int, inner: int, dtype: object) -> str | None:
+        return None if (outputs, inner, jnp.dtype(dtype)) == (10, 24, jnp.float32) else "too odd"
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.full((lhs.shape[0], rhs.shape[1]), 7, lhs.dtype)
+
+
+def test_a_kernel_is_used_where_it_can_be() -> None:
+    multiply = dispatch.WhereItCan(Kernel())
+    lhs, rhs, sizes = operands(*CASES["padding"], jnp.float32)
+    np.testing.assert_array_equal(multiply(lhs, rhs, sizes), 7)
+    assert multiply.why_not(10, 23, jnp.float32) == "too odd"
+    found = multiply(lhs[:, 1:], rhs[:, :, 1:], sizes)
+    np.testing.assert_array_equal(found, dispatch.PORTABLE(lhs[:, 1:], rhs[:, :, 1:], sizes))
+    mixed = multiply(lhs.astype(jnp.bfloat16), rhs, sizes)
+    assert not (mixed == 7).all()
+
+
+def test_the_choice_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul
+
+    class Device:
+        def __init__(self, kind: str, capability: str | None = None) -> None:
+            self.device_kind, self.compute_capability = kind, capability
+
+    def on(device: Device, platform: str) -> tuple[dispatch.GroupedMatmul, str | None]:
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        return dispatch.grouped_matmul_of(platform)
+
+    assert dispatch.grouped_matmul_of("cpu") == (dispatch.PORTABLE, None)
+    assert on(Device("TPU v6 lite"), "tpu") == (dispatch.WhereItCan(TpuGroupedMatmul("v6e")), None)
+    with pytest.raises(ValueError, match="TPU v2"):
+        on(Device("TPU v2"), "tpu")
+    chosen, why_not = on(Device("NVIDIA A100", "8.0"), "gpu")
+    assert chosen == dispatch.PORTABLE
+    assert "A100 has 8.0" in (why_not or "") or "needs jax" in (why_not or "")
+    if jax.__version_info__ >= (0, 11):
+        assert on(Device("NVIDIA H200", "9.0"), "gpu")[0].name == "mosaic_gpu"
