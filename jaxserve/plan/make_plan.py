@@ -15,7 +15,13 @@ from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.plan.floors import Floors, StepFloor
 from jaxserve.plan.hardware import Topology
 from jaxserve.plan.planned_runner import PlannedRunner
-from jaxserve.plan.programs import Collective, CompiledProgram, compile_program, planned_variants
+from jaxserve.plan.programs import (
+    Collective,
+    CompiledProgram,
+    compile_program,
+    planned_variants,
+    traced_collectives,
+)
 from jaxserve.runner.kv_arrays import bytes_per_block
 from jaxserve.sampling.state import state_bytes
 
@@ -24,6 +30,8 @@ logger = logging.getLogger(__name__)
 DEEPEST_COMPILED = 40
 """Layers up to which whole programs are compiled, unless told otherwise; of deeper models the first ``FEW_LAYERS``."""
 FEW_LAYERS = 4
+LOGIT_COPIES = 10
+"""float32 copies of a step's logits that the whole sampler keeps, by the TPU compiler's account."""
 COMPILE_CHOICES = ("all", "decode", "none")
 LAYERS_KEY = "num_hidden_layers"
 
@@ -35,12 +43,14 @@ class CompileOptions:
     Args:
         programs: ``all``, ``decode`` (no prefill: its temporaries are estimated) or ``none``.
         num_layers: compile so many of the first layers; None: all, or of a deep model the first few.
+        traces: count the collectives of a step, for which the whole of it is traced.
         fill_cache: then compile every program of the engine for the cache's size, and store it for the real devices.
     """
 
     programs: str = "all"
     num_layers: int | None = None
     fill_cache: bool = False
+    traces: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Plan:
         temporaries_source: where ``temporary_bytes`` is from: ``compiled``, ``compiled with N layers``, ``estimated``.
         why_not: None if it fits; else the engine's own error.
         num_blocks: of the cache of one rank, the dummy block not counted; 0 if it does not fit.
-        collectives_note: what the collectives of the programs stand for.
+        step_collectives: of the largest decode step, all layers; None: not asked for.
         num_stored: programs in the store that an engine on the real devices looks into, where that was asked for.
     """
 
@@ -89,8 +99,7 @@ class Plan:
     why_not: str | None
     programs: tuple[CompiledProgram, ...]
     num_layers: int
-    step_collectives: tuple[Collective, ...]
-    collectives_note: str
+    step_collectives: tuple[Collective, ...] | None
     floors: tuple[StepFloor, ...]
     num_stored: int | None
 
@@ -131,15 +140,11 @@ def make_plan(
     estimated = estimate_temporaries(runner)
     why_not, num_blocks, temporaries, source = None, 0, estimated, "estimated"
     compiled: list[CompiledProgram] = []
-    collectives: tuple[Collective, ...] = ()
-    note = "not compiled"
     num_stored: int | None = None
     try:
         num_blocks = runner.num_blocks_for(estimated)
         if compiles:
-            compiled, collectives, note = _compile(
-                runner, dict(hf_config), config, topology, num_blocks, options
-            )
+            compiled = _compile(runner, dict(hf_config), config, topology, num_blocks, options)
             measured = next((program for program in compiled if program.name == "prefill"), None)
             if measured is not None:
                 temporaries = measured.temporary_bytes + measured.output_bytes - measured.alias_bytes
@@ -149,6 +154,7 @@ def make_plan(
                 num_stored = fill_cache(runner, num_blocks)
     except OutOfMemoryError as error:
         why_not, num_blocks = str(error), 0
+    collectives = step_collectives(config, topology, dict(hf_config)) if options.traces else None
     return _describe(
         name,
         runner,
@@ -158,7 +164,6 @@ def make_plan(
         why_not,
         compiled,
         collectives,
-        note,
         contexts,
         num_stored,
     )
@@ -177,39 +182,43 @@ def _compile(
     topology: Topology,
     num_blocks: int,
     options: CompileOptions,
-) -> tuple[list[CompiledProgram], tuple[Collective, ...], str]:
-    """The programs, the collectives of a whole decode step, and what these are from."""
+) -> list[CompiledProgram]:
+    """The programs that ``options`` ask for."""
     layers = runner.num_layers
-    few = options.num_layers or (layers if layers <= DEEPEST_COMPILED else FEW_LAYERS)
-    if few > layers:
+    few = options.num_layers
+    if few is None:
+        few = layers if layers <= DEEPEST_COMPILED else FEW_LAYERS
+    if not 1 <= few <= layers:
         raise ConfigError(
-            f"compile_layers is {few}, but the model has {layers} layers.", param="compile_layers"
+            f"compile_layers must be from 1 to the model's {layers}, got {few}.", param="compile_layers"
         )
+    some = runner
+    if few != layers:
+        some = PlannedRunner(config, topology, _with_layers(hf_config, few), compiles=True)
+        some.max_model_len = runner.max_model_len
+    programs = some.programs_for(num_blocks)
 
-    def compiled(name: str, num_layers: int) -> CompiledProgram:
-        some = runner
-        if num_layers != layers:
-            some = PlannedRunner(config, topology, _with_layers(hf_config, num_layers), compiles=True)
-            some.max_model_len = runner.max_model_len
-        programs = some.programs_for(num_blocks)
-        variant = planned_variants(programs)[name]
+    def compiled(name: str) -> CompiledProgram:
         try:
-            return compile_program(name, programs, variant, num_layers)
+            return compile_program(name, programs, planned_variants(programs)[name], few)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise OutOfMemoryError(f"The compiler refuses the {name} program: {error}") from error
 
-    found = [compiled(name, few) for name in ("prefill", "decode") if options.programs in ("all", name)]
-    decode = found[-1]
-    if few == layers:
-        return found, decode.collectives, "of the decode program"
-    if few < 2:
-        return found, decode.collectives, f"of a decode program with {few} of {layers} layers"
-    half = compiled("decode", few // 2)
-    scaled = extrapolate(half, decode, layers)
-    note = f"extrapolated from decode programs with {half.num_layers} and {few} of {layers} layers"
-    return [*found, half], scaled, note
+    return [compiled(name) for name in ("prefill", "decode") if options.programs in ("all", name)]
+
+
+def step_collectives(
+    config: EngineConfig, topology: Topology, hf_config: dict[str, Any]
+) -> tuple[Collective, ...]:
+    """The collectives of the largest decode step, from its traced program; attention has none on any device."""
+    if config.parallel_config.num_devices == 1:
+        return ()
+    runner = PlannedRunner(config, topology, hf_config, compiles=False, portable=True)
+    runner.max_model_len = runner.max_model_len_asked()
+    programs = runner.programs_for(2)
+    return traced_collectives(programs, planned_variants(programs)["decode"])
 
 
 def fill_cache(runner: PlannedRunner, num_blocks: int) -> int:
@@ -238,24 +247,6 @@ def _with_layers(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {**hf_config, LAYERS_KEY: num_layers, **shorter}
 
 
-def extrapolate(few: CompiledProgram, more: CompiledProgram, layers: int) -> tuple[Collective, ...]:
-    """Collectives of ``layers`` layers, each like those by which two programs differ."""
-    before = {each.kind: each for each in few.collectives}
-    step = more.num_layers - few.num_layers
-    missing = layers - more.num_layers
-    result: list[Collective] = []
-    for each in more.collectives:
-        first = before.get(each.kind, Collective(each.kind, 0, 0))
-        result.append(
-            Collective(
-                each.kind,
-                round(each.count + missing * (each.count - first.count) / step),
-                round(each.result_bytes + missing * (each.result_bytes - first.result_bytes) / step),
-            )
-        )
-    return tuple(result)
-
-
 def estimate_temporaries(runner: PlannedRunner) -> int:
     """Bytes of the largest program's temporaries by rule of thumb: a layer's widest intermediate values beside the
     residual stream, and the sampler's copies of the logits."""
@@ -273,7 +264,7 @@ def estimate_temporaries(runner: PlannedRunner) -> int:
         heads = model.num_heads // model.context.tensor_parallel_size
         widest = max(widest, heads * runner.specs[0].head_size)
     vocab = runner.device_shape(model.specs["embedding"])[0]
-    return bucket.num_tokens * (2 * widest + 4 * hidden) * item + bucket.num_rows * vocab * 4 * 6
+    return bucket.num_tokens * (2 * widest + 4 * hidden) * item + bucket.num_rows * vocab * 4 * LOGIT_COPIES
 
 
 def _describe(
@@ -284,8 +275,7 @@ def _describe(
     source: str,
     why_not: str | None,
     compiled: Sequence[CompiledProgram],
-    collectives: tuple[Collective, ...],
-    note: str,
+    collectives: tuple[Collective, ...] | None,
     contexts: Sequence[int],
     num_stored: int | None,
 ) -> Plan:
@@ -333,7 +323,6 @@ def _describe(
         programs=tuple(compiled),
         num_layers=runner.num_layers,
         step_collectives=collectives,
-        collectives_note=note,
         floors=(floors.decode(1, context), floors.decode(at_once, context), floors.prefill(context)),
         num_stored=num_stored,
     )

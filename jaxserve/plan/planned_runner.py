@@ -32,14 +32,21 @@ class PlannedRunner(JaxModelRunner):
     topology: where it would run.
     hf_config: config.json of the model.
     compiles: devices are asked of the compiler, so that ``programs_for`` can be compiled; else only sizes are known.
+    portable: take the attention that every device can, to trace programs.
     """
 
     def __init__(
-        self, config: EngineConfig, topology: Topology, hf_config: dict[str, Any], *, compiles: bool
+        self,
+        config: EngineConfig,
+        topology: Topology,
+        hf_config: dict[str, Any],
+        *,
+        compiles: bool,
+        portable: bool = False,
     ) -> None:
         super().__init__(config)
         self.platform = topology.platform
-        self.topology, self.compiles = topology, compiles
+        self.topology, self.compiles, self.portable = topology, compiles, portable
         self.placement = self._place()
         self._program_folder = (
             program_folder(config.compilation_config.compile_cache_dir) if compiles else None
@@ -61,6 +68,8 @@ class PlannedRunner(JaxModelRunner):
         return Placement(mesh)  # type: ignore[arg-type]  # only sizes are asked of it
 
     def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
+        if self.portable:
+            return BlockedBackend(), None
         group = sizes.num_heads // sizes.num_kv_heads
         if self.platform == "tpu":
             from pallas_kernels.ragged_paged_attention import tpu as kernels
@@ -97,6 +106,8 @@ class PlannedRunner(JaxModelRunner):
 
     def why_not_stored(self) -> str | None:
         """Why compiled programs are no use to an engine on the real devices; None if they are kept for it."""
+        if not self.compiles:
+            return "nothing is compiled"
         if self.config.parallel_config.num_devices == 1:
             return "on one device an engine's programs know no mesh, and these do"
         if len({device.process_index for device in self.placement.devices}) > 1:

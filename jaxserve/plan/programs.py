@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,29 @@ _OPERATION = re.compile(
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 
 
+TRACED = {
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all", "ragged_all_to_all": "ragged-all-to-all", "ppermute": "collective-permute",
+}  # fmt: skip
+"""JAX's primitives in the compiler's words."""
+
+
 @dataclass(frozen=True)
 class Collective:
-    """Operations of one kind in a program: how many, and the bytes of their results on one device."""
+    """Operations of one kind in a program, on one device.
+
+    Args:
+        kind: as XLA names it.
+        count: how many.
+        result_bytes: of their results.
+        sent_bytes: what the device sends at least, in a ring; 0 where that is not known.
+    """
 
     kind: str
     count: int
     result_bytes: int
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,49 @@ def _flops(compiled: jax.stages.Compiled) -> float:
     analysis: Any = compiled.cost_analysis()
     entries: list[dict[str, float]] = analysis if isinstance(analysis, list) else [analysis or {}]
     return sum(entry.get("flops", 0.0) for entry in entries)
+
+
+def traced_collectives(programs: StepPrograms, variant: StepVariant) -> tuple[Collective, ...]:
+    """Collectives of a step as they are written in its program, by kind: nothing is compiled.
+
+    The whole step is one ``shard_map`` whose collectives are explicit, so the compiler adds none; it may join some.
+    """
+    program, arguments = programs.step(variant)
+    mesh = programs.placement.mesh
+    found: dict[str, list[int]] = {}
+    for equation in _equations(program.trace(*arguments).jaxpr.jaxpr):
+        kind = TRACED.get(equation.primitive.name)
+        if kind is None or mesh is None:
+            continue
+        names = equation.params.get("axes") or equation.params.get("axis_name")
+        names = (names,) if isinstance(names, str) else names or ()
+        size = sum(math.prod(out.aval.shape) * out.aval.dtype.itemsize for out in equation.outvars)
+        sent = int(size * _sent_share(kind, math.prod(mesh.shape[name] for name in names)))
+        entry = found.setdefault(kind, [0, 0, 0])
+        for at, value in enumerate((1, size, sent)):
+            entry[at] += value
+    return tuple(Collective(kind, *values) for kind, values in sorted(found.items()))
+
+
+def _sent_share(kind: str, devices: int) -> float:
+    """Bytes that a device sends at least, a byte of its result."""
+    if kind == "all-reduce":
+        return 2 * (devices - 1) / devices
+    if kind == "reduce-scatter":
+        return devices - 1
+    return 1.0 if kind == "collective-permute" else (devices - 1) / devices
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those of inner functions as often as they are called."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+                elif hasattr(inner, "jaxpr"):
+                    yield from _equations(inner.jaxpr)
 
 
 def count_collectives(text: str) -> tuple[Collective, ...]:

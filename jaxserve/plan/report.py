@@ -18,6 +18,8 @@ def render(plan: Plan) -> str:
         lines += ["", f"Does not fit: {plan.why_not}"]
     if plan.programs:
         lines += ["", *_programs(plan)]
+    if plan.step_collectives is not None:
+        lines += ["", *_collectives(plan)]
     lines += ["", *_floors(plan), "", *_notes(plan)]
     return "\n".join(lines)
 
@@ -63,11 +65,20 @@ def _programs(plan: Plan) -> Iterable[str]:
     yield "  program   T x R        layers   lower    compile  arguments  temporaries  not aliased"
     for program in plan.programs:
         yield _program(program)
-    yield f"Collectives in a step ({plan.collectives_note})"
+
+
+def _collectives(plan: Plan) -> Iterable[str]:
+    assert plan.step_collectives is not None
+    yield f"Collectives of a decode step of all {plan.num_layers} layers, as its program has them; of a device"
     if not plan.step_collectives:
         yield "  none"
     for each in plan.step_collectives:
-        yield f"  {each.count:5} {each.kind:18} {each.result_bytes / MIB:10.2f} MiB of results a device"
+        yield f"  {each.count:5} {each.kind:18} {each.result_bytes / MIB:10.2f} MiB of results"
+    sent = sum(each.sent_bytes for each in plan.step_collectives)
+    if sent:
+        topology = plan.topology
+        seconds = sent / topology.link_bytes_per_second
+        yield f"  sends {sent / MIB:,.1f} MiB at least: {seconds * 1e3:.2f} ms at {topology.link}'s peak"
 
 
 def _program(program: CompiledProgram) -> str:
@@ -107,4 +118,4 @@ def _notes(plan: Plan) -> Iterable[str]:
             "They are not kept; --fill-cache compiles and stores every program: see docs/plan.md."
         )
     else:
-        yield "Nothing was compiled: temporaries are estimated, collectives unknown."
+        yield "Nothing was compiled: temporaries are estimated."

@@ -13,14 +13,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.plan import hardware
 from jaxserve.plan.hardware import find_topology
-from jaxserve.plan.make_plan import CompileOptions, Plan, extrapolate, make_plan
-from jaxserve.plan.programs import Collective, CompiledProgram, count_collectives
+from jaxserve.plan.make_plan import CompileOptions, Plan, make_plan
+from jaxserve.plan.programs import Collective, count_collectives
 from jaxserve.runner.model_runner import JaxModelRunner
 
 pytestmark = pytest.mark.device
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
-NO_COMPILE = CompileOptions("none")
+NO_COMPILE = CompileOptions("none", traces=False)
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -92,28 +92,18 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(MODELS / "llama-8b" / "config.json")
-    flags = [
-        "--topology",
-        "h200-8",
-        "-tp",
-        "4",
-        "-dp",
-        "2",
-        "--max-model-len",
-        "8K",
-        "--context",
-        "2K",
-        "200K",
-    ]
+    flags = ["--topology", "h200-8", "-tp", "4", "--max-model-len", "8K", "--context", "2K", "200K"]
+    flags += ["--hf-overrides", '{"num_hidden_layers": 2}']
     assert main(["plan", model, *flags]) == 0
     text = capsys.readouterr().out
-    assert "8 x NVIDIA H200, 8 used (tp 4, dp 2)" in text
+    assert "8 x NVIDIA H200, 4 used (tp 4, dp 1)" in text
+    assert "5 all-reduce " in text
     assert "Nothing was compiled" in text
     assert main(["plan", model, *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert [users["context"] for users in found["users"]] == [2048, 8192]
-    assert found["cache_tokens"] == 2 * found["num_blocks"] * found["block_size"]
+    assert found["cache_tokens"] == found["num_blocks"] * found["block_size"]
     assert found["floors"][0]["seconds"] > 0
 
 
@@ -146,12 +136,23 @@ def test_collectives_of_a_program() -> None:
     )
 
 
-def test_collectives_of_more_layers() -> None:
-    def program(layers: int) -> CompiledProgram:
-        found = (Collective("all-gather", 2, 10), Collective("all-reduce", 2 * layers + 1, 100 * layers))
-        return CompiledProgram("decode", 8, 8, layers, 0, 0, 0, 0, 0, 0, 0, found)
-
-    assert extrapolate(program(2), program(4), 32) == program(32).collectives
+def test_collectives_of_a_step_that_is_not_compiled() -> None:
+    """Two a layer and the embedding's over eight devices; the sampler's are small. Ranks share nothing but that."""
+    hf_config = config_of("llama-8b") | {"num_hidden_layers": 2}
+    config = EngineConfig.from_kwargs(tensor_parallel_size=4, data_parallel_size=2, max_model_len=8192)
+    found = make_plan("model", hf_config, config, find_topology("h200-8"), options=CompileOptions("none"))
+    assert found.step_collectives is not None
+    counts = {each.kind: each for each in found.step_collectives}
+    reduced = counts["all-reduce"]
+    hidden = 256 * 4096 * 2
+    assert (reduced.count, reduced.result_bytes) == (5, 5 * hidden)
+    assert reduced.sent_bytes == 5 * hidden * 2 * 3 // 4
+    assert counts["all-gather"].result_bytes < hidden
+    alone = make_plan(
+        "model", hf_config, EngineConfig.from_kwargs(max_model_len=8192), find_topology("h200-1"),
+        options=CompileOptions("none"),
+    )  # fmt: skip
+    assert alone.step_collectives == ()
 
 
 @pytest.mark.slow
