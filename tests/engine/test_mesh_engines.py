@@ -118,6 +118,9 @@ def test_answers_do_not_depend_on_the_mesh(one_device, family: str, parallel: di
     assert_same(answers(llm), expected)  # from a warm prefix cache
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     assert metrics["jaxserve:compilations"].value == 0
+    imbalance = metrics["jaxserve:moe_expert_imbalance"]
+    assert imbalance.sum >= imbalance.count
+    assert (imbalance.count > 0) == (family != "llama")
 
 
 def test_more_devices_than_there_are(one_device):

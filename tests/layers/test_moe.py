@@ -274,6 +274,17 @@ def test_sending_pays_where_devices_outnumber_a_token_s_experts() -> None:
     assert not pays(16, 8, 4, 16)  # so few tokens are sent everywhere sooner
 
 
+def test_imbalance() -> None:
+    load = jnp.asarray(
+        [[4, 4, 4, 4, 4, 4, 4, 4], [8, 0, 8, 0, 8, 0, 8, 0], [32, 0, 0, 0, 0, 0, 0, 0]], jnp.int32
+    )
+    (of_experts,) = expert_parallel.expert_imbalance(load, context())
+    assert float(of_experts) == pytest.approx((1 + 2 + 8) / 3)
+    alone = context(1, 4, experts=True)  # two experts a device
+    assert float(expert_parallel.expert_imbalance(load, alone)[0]) == pytest.approx((1 + 1 + 4) / 3)
+    assert float(expert_parallel.expert_imbalance(0 * load, alone)[0]) == 1.0
+
+
 def test_each_device_holds_its_share_of_the_experts() -> None:
     expected = {True: (("data", "model"), None, None, None), False: (None, None, "model", None)}
     for experts, axes in expected.items():
