@@ -119,7 +119,8 @@ class StepPlanner:
                     num_rows[rank.index] += 1
                 elif request.num_inflight_tokens:
                     num_in_flight += 1
-                elif request.num_computed_tokens >= request.num_prompt_tokens:
+                elif request.num_computed_tokens >= request.num_prompt_tokens - 1:
+                    # Its prompt's last token alone is left, or it decodes.
                     num_ready += 1
                     num_rows[rank.index] += 1
                     if _jumps(request):

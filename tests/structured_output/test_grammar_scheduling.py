@@ -193,6 +193,16 @@ def test_nobody_waits_behind_a_grammar_that_is_being_compiled(backend):
     compiler.close()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_one_token_that_is_left_of_a_prompt_is_not_held_back_for_ever(compiler, depth):
+    harness = Harness(depth=depth, compiler=compiler, max_num_batched_tokens=8)
+    request = harness.add("c", [7] * 9, structured_outputs=regex("[ab]{4}"))
+    request.grammar.future.result(20)
+    for _ in range(20):
+        harness.step()
+    assert len(text_of(harness.results["c"].token_ids)) == 4
+
+
 def test_a_compiled_request_has_its_place_in_the_queue(backend):
     slow = SlowBackend(backend)
     compiler = GrammarCompiler(lambda: slow)
