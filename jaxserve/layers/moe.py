@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_parallel import experts_here, local_experts, over_data
 from jaxserve.layers.linear import contract, linear
-from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import Router, RouterConfig
 from sharding import ParamSpec, ShardingRules
@@ -152,6 +152,7 @@ class MoE(nnx.Module):
         self.router = Router(hidden_size, config.router, context)
         self.experts = Experts(hidden_size, config, context)
         shared = config.shared_ffn_size
+        check_ffn_size(shared or 0, context.tensor_parallel_size)
         self.shared = None if shared is None else GatedMLP(hidden_size, shared, context)
         shared_gate = context.param((1, hidden_size), (None, "embed"))
         self.shared_gate = shared_gate if config.shared_gate else None

@@ -297,6 +297,7 @@ def test_each_device_holds_its_share_of_the_experts() -> None:
 @pytest.mark.parametrize(
     "where, message",
     [
+        (context(1, 3), "tensor_parallel_size 3 does not divide the feed-forward size 20"),
         (context(3, 1, experts=True), r"8 experts cannot be spread evenly over 3 devices \(data_parallel_size 3 x "
                                       r"tensor_parallel_size 1\); numbers of devices that work: 1, 2, 4, 8\."),
         (context(1, 8), "tensor_parallel_size 8 does not divide the experts' feed-forward size 12"),
@@ -304,4 +305,4 @@ def test_each_device_holds_its_share_of_the_experts() -> None:
 )  # fmt: skip
 def test_sizes_that_do_not_fit(where: LayerContext, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MoE(HIDDEN, PLAIN, where)
+        MoE(HIDDEN, SHARED, where)
