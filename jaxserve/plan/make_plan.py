@@ -22,7 +22,7 @@ from jaxserve.plan.programs import (
     planned_variants,
     traced_collectives,
 )
-from jaxserve.runner.kv_arrays import bytes_per_block
+from jaxserve.runner.kv_arrays import MIB, PROGRAM_RESERVE, bytes_per_block
 from jaxserve.sampling.state import state_bytes
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ def make_plan(
                 num_blocks = runner.num_blocks_for(temporaries)
             if options.fill_cache:
                 num_stored = fill_cache(runner, num_blocks)
+        check_memory(runner, num_blocks, temporaries)
     except OutOfMemoryError as error:
         why_not, num_blocks = str(error), 0
     collectives = step_collectives(config, topology, dict(hf_config)) if options.traces else None
@@ -167,6 +168,25 @@ def make_plan(
         contexts,
         num_stored,
     )
+
+
+def check_memory(runner: PlannedRunner, num_blocks: int, temporaries: int) -> None:
+    """Compare all with what a device has: a cache whose size was asked for is not measured by anything else.
+
+    Raises:
+        OutOfMemoryError: saying what is too much.
+    """
+    cache = num_blocks * bytes_per_block(runner.specs, runner.block_size, runner.backend)
+    state = state_bytes(runner.max_num_seqs, runner.model.vocab_size)
+    total = runner.weight_bytes() + state + temporaries + PROGRAM_RESERVE + cache
+    have = runner.topology.hbm_bytes
+    if total > have:
+        raise OutOfMemoryError(
+            f"Weights ({runner.weight_bytes() / MIB:,.0f} MiB), state, programs and the cache asked for "
+            f"({cache / MIB:,.0f} MiB) take {total / MIB:,.0f} MiB of a device that has {have / MIB:,.0f}: "
+            "lower --kv-cache-memory-bytes or --num-gpu-blocks-override.",
+            param="kv_cache_memory_bytes",
+        )
 
 
 def _source(program: CompiledProgram, runner: PlannedRunner) -> str:

@@ -86,6 +86,8 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan("llama-8b", "v5e-1")
     assert not found.fits
     assert "16,400.0 MiB are missing" in str(found.why_not)
+    asked = plan("llama-8b", "h200-1", kv_cache_memory_bytes=130 * 2**30)
+    assert "the cache asked for (133,120 MiB) take" in str(asked.why_not)
     assert main(["plan", str(MODELS / "llama-8b"), "--topology", "v5e-1", "--no-compile"]) == 1
     assert "Does not fit: The KV cache gets 0.0 MiB" in capsys.readouterr().out
 
