@@ -142,13 +142,15 @@ def grouped_matmul(
     padded = jnp.pad(lhs, ((0, -num_rows % tiles.rows), (0, 0)))
     work = row_tiles(group_sizes, padded.shape[0], tiles.rows)
     steps = inner // tiles.inner
+    # XLA lays matrices out so that lanes are full; a kernel that wants them otherwise has them copied.
+    inner_first = inner % LANES != 0 and outputs % LANES == 0
     scalars = (work.group, work.tile, work.begin, work.end)
 
     def rows_block(_: Any, item: Any, step: Any, group: Any, tile: Any, *rest: Any) -> tuple[Any, Any]:
         return tile[item], step
 
     def weights_block(out: Any, item: Any, step: Any, group: Any, *rest: Any) -> tuple[Any, Any, Any]:
-        return group[item], out, step
+        return (group[item], step, out) if inner_first else (group[item], out, step)
 
     def result_block(out: Any, item: Any, _: Any, group: Any, tile: Any, *rest: Any) -> tuple[Any, Any]:
         return tile[item], out
@@ -158,13 +160,16 @@ def grouped_matmul(
         grid=(outputs // tiles.outputs, work.count, steps),
         in_specs=[
             pl.BlockSpec((tiles.rows, tiles.inner), rows_block),
-            pl.BlockSpec((None, tiles.outputs, tiles.inner), weights_block),
+            pl.BlockSpec(
+                (None, *((tiles.inner, tiles.outputs) if inner_first else (tiles.outputs, tiles.inner))),
+                weights_block,
+            ),
         ],
         out_specs=pl.BlockSpec((tiles.rows, tiles.outputs), result_block),
         scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)],
     )
     call = pl.pallas_call(
-        functools.partial(_kernel, steps=steps),
+        functools.partial(_kernel, steps=steps, inner_first=inner_first),
         grid_spec=spec,
         out_shape=jax.ShapeDtypeStruct((padded.shape[0], outputs), lhs.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -173,12 +178,13 @@ def grouped_matmul(
         name="grouped_matmul",
         interpret=interpret,
     )
-    return call(*scalars, padded, rhs)[:num_rows]
+    return call(*scalars, padded, jnp.swapaxes(rhs, 1, 2) if inner_first else rhs)[:num_rows]
 
 
 def _kernel(
-    group: Any, tile: Any, begin: Any, end: Any, lhs: Any, rhs: Any, out: Any, sums: Any, *, steps: int
-) -> None:
+    group: Any, tile: Any, begin: Any, end: Any, lhs: Any, rhs: Any, out: Any, sums: Any, *, steps: int,
+    inner_first: bool,
+) -> None:  # fmt: skip
     item, step = pl.program_id(1), pl.program_id(2)
     is_first = (item == 0) | (tile[item] != tile[jnp.maximum(item - 1, 0)])
 
@@ -190,7 +196,7 @@ def _kernel(
     def _() -> None:
         precision = jax.lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
         product = jax.lax.dot_general(
-            lhs[...], rhs[...], (((1,), (1,)), ((), ())),
+            lhs[...], rhs[...], (((1,), (0 if inner_first else 1,)), ((), ())),
             precision=precision, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
