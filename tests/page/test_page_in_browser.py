@@ -235,6 +235,15 @@ def test_conversations_are_listed_exported_and_deleted(page):
     assert page.locator("#chats .chat").all_inner_texts() == ["Second subject", "First subject"]
     page.get_by_title("First subject", exact=True).click()
     assert texts(page) == ["First subject", "A short answer."]
+    ask(page, "A long one", wait=False)
+    holds(page, "document.querySelectorAll('.answer > .text')[1]?.textContent.length > 50")
+    page.get_by_title("Second subject", exact=True).click()  # which ends that answer
+    page.wait_for_selector("#send:visible")
+    ask(page, "more")
+    assert texts(page) == ["Second subject", "A short answer.", "more", "A short answer."]
+    page.get_by_title("First subject", exact=True).click()
+    assert texts(page)[-1].startswith("0123456789")
+    assert "Stopped." in page.locator(".message .note").last.inner_text()
     with page.expect_download() as download:
         page.click("#export-json")
     exported = json.loads(Path(download.value.path()).read_text())

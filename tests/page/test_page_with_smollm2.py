@@ -65,7 +65,7 @@ def test_an_answer_and_the_engine_at_work(url):
         tokens = answers.first.locator(".token")
         assert {text for text in tokens.all_inner_texts() if "Paris" in text}
         answers.first.get_by_label("Token probabilities").click()
-        assert answers.first.locator(".text").inner_text() == "The capital of France is Paris."
+        assert answers.first.locator(".answer > .text").inner_text() == "The capital of France is Paris."
 
         page.wait_for_timeout(1500)  # a reading after the last token
         shown = page.locator("#engine").inner_text()

@@ -171,8 +171,8 @@ export class Chat {
     if (chat === this.chat) {
       this.#paint(message);
       this.save();
-      this.#refresh();
     } else saveConversation(chat);
+    this.#refresh();
     const said = message.error ? `Error: ${message.error.message}` : message.content;
     this.host.announce(said || (message.status === "stopped" ? "Stopped." : "The answer is empty."));
   }
