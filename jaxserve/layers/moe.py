@@ -22,6 +22,10 @@ from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import Router, RouterConfig
 from sharding import ParamSpec, ShardingRules
 
+ENOUGH_ROWS = 4096
+"""Fewer rows are all worked on: those in vain cost less than a branch, for which a GPU asks the host."""
+USUAL_IMBALANCE = 2
+"""Times the mean that a device's load may be before a step takes the branch that works on all rows."""
 GATE_UP_AXES = ("expert", None, "expert_ffn", "embed")
 DOWN_AXES = ("expert", "embed", "expert_ffn")
 """Logical axes of experts' matrices, of which the last one is contracted."""
@@ -97,11 +101,34 @@ class Experts(nnx.Module):
         flat = jnp.where(here, experts, num_experts).reshape(-1)
         order = jnp.argsort(flat, stable=True)
         sizes = count_tokens(flat, num_experts)
-        rows = self._run(x[order // top_k], jnp.minimum(flat[order], num_experts - 1), sizes)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
-        # Gathered and added in the order of the choices, not scattered: equal tokens get equal sums in any batch.
-        chosen = rows[place].reshape(num_tokens, top_k, -1).astype(jnp.float32)
-        return jnp.sum(chosen * jnp.where(here, weights, 0.0)[:, :, None], axis=1).astype(x.dtype)
+        scales = jnp.where(here, weights, 0.0)[:, :, None]
+
+        def of_first(num_rows: int) -> jax.Array:
+            """The result, if no more sorted rows than these are of this device's experts."""
+            first = order[:num_rows]
+            rows = self._run(x[first // top_k], jnp.minimum(flat[first], num_experts - 1), sizes)
+            # Gathered and added in the order of the choices, not scattered: equal tokens get equal sums in any batch.
+            chosen = rows[jnp.minimum(place, num_rows - 1)].reshape(num_tokens, top_k, -1)
+            return jnp.sum(chosen.astype(jnp.float32) * scales, axis=1).astype(x.dtype)
+
+        usual = self._usual_rows(order.shape[0])
+        if usual == order.shape[0]:
+            return of_first(usual)
+        return jax.lax.cond(
+            jnp.sum(sizes) <= usual, lambda: of_first(usual), lambda: of_first(order.shape[0])
+        )
+
+    def _usual_rows(self, num_rows: int) -> int:
+        """Sorted rows that a device has experts for, but for a very uneven step; all, where that is not worth a branch.
+
+        Under expert parallelism the most are other devices', and what surrounds the products would work on them too.
+        """
+        context = self.context
+        devices = context.data_parallel_size * context.tensor_parallel_size if context.expert_parallel else 1
+        if devices < 4 or num_rows < ENOUGH_ROWS:
+            return num_rows
+        return USUAL_IMBALANCE * num_rows // devices
 
     def _run(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """[N, M] sorted rows, of ``experts`` [N], through theirs. Rows of none give anything finite."""

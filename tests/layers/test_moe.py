@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from model_harness import OracleBackend
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers import expert_exchange, expert_parallel
+from jaxserve.layers import expert_exchange, expert_parallel, moe
 from jaxserve.layers.expert_exchange import sending_pays
 from jaxserve.layers.moe import ClampedSwiGLU, MoE, MoEConfig
 from jaxserve.layers.params import LayerContext
@@ -172,6 +172,24 @@ def test_no_token_is_dropped_when_all_go_to_one_expert() -> None:
         out, load = step(x, np.ones(TOKENS, bool))
         assert load.sum(axis=0).max() == TOKENS
         np.testing.assert_allclose(out, np.broadcast_to(looped(config, x[:1]), x.shape), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name, data, model", [("biased", 2, 2), pytest.param("plain", 1, 4, marks=pytest.mark.slow)]
+)
+def test_rows_of_others_are_left_out_unless_there_are_too_many_of_ours(
+    monkeypatch: pytest.MonkeyPatch, name: str, data: int, model: int
+) -> None:
+    monkeypatch.setattr(moe, "ENOUGH_ROWS", 8)
+    config = replace(CONFIGS[name], router=replace(CONFIGS[name].router, top_k=1))
+    step, compiled = compiled_layer(config, context(data, model, experts=True))
+    assert compiled.as_text().count(" conditional(") == 1
+    mixed, usual = tokens()[0], 2 * TOKENS // 4
+    for x, too_many in ((mixed, False), (np.repeat(mixed[:1], TOKENS, axis=0), True)):
+        out, load = step(x, np.ones(TOKENS, bool))
+        of_devices = np.asarray(load).sum(axis=0).reshape(4, -1).sum(axis=1)
+        assert (of_devices.max() > usual) == too_many
+        np.testing.assert_allclose(out, looped(config, x), rtol=0, atol=2e-5)
 
 
 MESHES = [
