@@ -162,7 +162,9 @@ def test_an_upgrade_that_does_not_become_ready_goes_back(cloud):
 
 def test_logs_tunnel_status_delete(cloud):
     assert cloud("logs", "llm", *PLACE, "--worker", "2", "--follow").returncode == 0
-    assert commands(cloud.calls()) == [("2", "sudo journalctl --no-pager --unit=jaxserve --lines=200 --follow")]
+    assert commands(cloud.calls()) == [
+        ("2", "sudo journalctl --no-pager --unit=jaxserve --lines=200 --follow")
+    ]
     assert cloud("tunnel", "llm", *PLACE, "--port", "9000").returncode == 0
     assert cloud.calls()[0][-5:] == ["--worker=0", "--", "-N", "-L", "9000:127.0.0.1:8000"]
     assert cloud("status", "llm", *PLACE).stdout == "ACTIVE\n"
