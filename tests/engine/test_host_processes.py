@@ -41,7 +41,12 @@ class Engine:
     def __init__(self, model: Path, size: int, coordinator: int) -> None:
         self.logs = [tempfile.TemporaryFile("w+") for _ in range(size)]  # noqa: SIM115 they live as long as this
         self.processes = [
-            subprocess.Popen(self._command(model, size, rank, coordinator), stderr=self.logs[rank], text=True)
+            subprocess.Popen(
+                self._command(model, size, rank, coordinator),
+                stderr=self.logs[rank],
+                text=True,
+                env={**os.environ, "XLA_FLAGS": ""},  # one device each
+            )
             for rank in reversed(range(size))
         ][::-1]
         self.url = ""

@@ -65,7 +65,8 @@ class Replicas:
 
 
 @pytest.fixture(autouse=True)
-def _deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+def _parts_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "configure_logging", lambda *_: None)
     monkeypatch.setattr(ingress_module, "_replica_deaths", lambda: (ReplicaFailed, Dead))
 
 
@@ -79,7 +80,7 @@ async def ask(replicas: Replicas, path: str = "/v1/chat/completions", data: byte
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "root_path": ""}
-    response = await Ingress(replicas, 100, "info")(None)  # type: ignore[arg-type]
+    response = await Ingress(replicas, 100, "info", "text")(None)  # type: ignore[arg-type]
     await response(scope, receive, send)
     return sent
 

@@ -28,7 +28,7 @@ pytestmark = [
 
 MODEL = "SmolLM2-135M-Instruct"
 FLAGS = (
-    "--replicas 2 --cpus-per-replica 0.5 --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 16 "
+    "--replicas 2 --cpus-per-replica 0.5 --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 8 "
     "--kv-cache-memory-bytes 64M"
 )
 WAIT_SECONDS = 600
