@@ -534,6 +534,23 @@ def _answers(port: int) -> bool:
         return False
 
 
+def test_under_a_proxys_path(browser, engine):
+    app: Any = create_app(engine, ServerConfig(root_path="/llm"), ["m"])
+
+    async def proxied(scope: Any, receive: Any, send: Any) -> None:
+        # As uvicorn tells it (--root-path) behind a proxy that takes the path away.
+        assert scope["type"] != "http" or scope["path"].startswith("/llm/")
+        await app({**scope, "root_path": "/llm"}, receive, send)
+
+    with threaded_server(lambda: proxied) as server, watched_page(browser, server.url) as watched:
+        page = watched.open("/llm/")
+        ask(page, "hello")
+        assert texts(page) == ["hello", "A short answer."]
+        assert page.evaluate(
+            "Object.keys(localStorage).some((key) => key.startsWith('jaxserve:/llm/:chat:'))"
+        )
+
+
 # --- smoothness -----------------------------------------------------------------------------------------
 
 WATCH_FRAMES = """() => {
