@@ -1,8 +1,9 @@
-"""The Hopper attention kernels on this machine's GPU: checked against the float32 oracle, then measured.
+"""The Hopper kernels on this machine's GPU: checked against the float32 oracle, then measured.
 
     python benchmarks/kernels.py                     # check and measure everything, about eight minutes on an H200
-    python benchmarks/kernels.py --sections decode   # some: ceilings check invariance decode prefill mixed sweep
+    python benchmarks/kernels.py --sections decode   # some of: ceilings check invariance decode prefill mixed ...
     python benchmarks/kernels.py --json out.json     # the figures as data too
+    python benchmarks/kernels.py --sections grouped --tiny   # whether it runs, interpreted, on any machine
 
 Each section runs in a process of its own with a time limit, so one that hangs or crashes costs only itself.
 
@@ -44,7 +45,9 @@ SECTIONS = {
     "decode": 240,
     "prefill": 200,
     "mixed": 120,
+    "grouped": 300,
     "sweep": 240,
+    "grouped_sweep": 400,
 }
 """Section: its time limit in seconds."""
 
@@ -80,19 +83,28 @@ def main() -> int:
     parser.add_argument(
         "--sections",
         nargs="+",
-        default=[each for each in SECTIONS if each != "sweep"],
+        default=[each for each in SECTIONS if "sweep" not in each],
         choices=list(SECTIONS),
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
-        "--override", default="{}", help='configuration, as {"decode": {...}, "prefill": {...}}'
+        "--override",
+        default="{}",
+        help='configuration, as {"decode": {...}, "prefill": {...}, "grouped": {...}}',
     )
     parser.add_argument("--ours-only", action="store_true", help="leave out what ours is compared with")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="section grouped only: interpreted, without a GPU, in sizes for that",
+    )
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
-        globals()[f"section_{args.in_process}"](Context(json.loads(args.override), args.ours_only))
+        globals()[f"section_{args.in_process}"](Context(json.loads(args.override), args.ours_only, args.tiny))
         return 0
+    if args.tiny and args.sections != ["grouped"]:
+        parser.error("--tiny is for --sections grouped alone")
     records: list[dict[str, Any]] = []
     for section in args.sections:
         began = time.time()
@@ -110,6 +122,7 @@ def run_section(section: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / shards:.2f}"}
     command = [sys.executable, __file__, "--in-process", section, "--override", args.override]
     command += ["--ours-only"] if args.ours_only else []
+    command += ["--tiny"] if args.tiny else []
     processes = []
     for shard in range(shards):
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -162,7 +175,7 @@ def report(records: list[dict[str, Any]]) -> None:
         rate = f"{r['rate']:.2f} {unit}" if unit == "TB/s" else f"{r['rate']:.0f} {unit}"
         print(
             f"{r['name']:28} {r['path']:22} {r['kernel_us']:9.1f} {r['layer_us']:9.1f} {rate:>13} {share:>8} "
-            f"{r.get('target', ''):>12}"
+            f"{r.get('target', ''):>12}" + (f"  error {r['error']}" if "error" in r else "")
         )
 
 
@@ -173,7 +186,7 @@ def emit(**record: Any) -> None:
 class Context:
     """JAX, our backend and random batches; only made in a section's process."""
 
-    def __init__(self, override: dict[str, dict[str, int]], ours_only: bool):
+    def __init__(self, override: dict[str, dict[str, int]], ours_only: bool, tiny: bool = False):
         import jax
         import jax.numpy as jnp
 
@@ -181,9 +194,10 @@ class Context:
         from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
         from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig
 
-        if (why_not := gpu.device_why_not()) is not None:
+        if not tiny and (why_not := gpu.device_why_not()) is not None:
             sys.exit(why_not)
-        self.jax, self.jnp, self.ours_only = jax, jnp, ours_only
+        self.jax, self.jnp, self.ours_only, self.tiny = jax, jnp, ours_only, tiny
+        self.grouped = override.get("grouped", {})
         decode, prefill = gpu._tuned("decode", HEAD_SIZE), gpu._tuned("prefill", HEAD_SIZE)
         self.tuned = gpu.GpuBackend(
             decode=DecodeConfig(**{**decode, **override["decode"]}) if "decode" in override else None,
@@ -750,6 +764,41 @@ def section_mixed(context: Context) -> None:
             section="mixed", name=name, path=" ".join(f"{k[6:] or k}={v}" for k, v in parts.items()), unit="TFLOP/s",
             kernel_us=kernel, layer_us=layer, rate=operations / layer / 1e6,
         )  # fmt: skip
+
+
+# --- experts ---------------------------------------------------------------------------------------------------
+
+
+def product_times(context: Context, run: Callable[[], Any], products: int) -> tuple[float, float]:
+    """us of one product's kernel (all kernels, where it is not ours), and of a product from first start to last end."""
+    if context.tiny:
+        began = time.perf_counter()
+        context.jax.block_until_ready(run())
+        us = (time.perf_counter() - began) * 1e6 / products
+        return us, us
+    runs = profile(context, run)
+    _, layer = kernel_and_layer(runs, products, lambda name: True)
+    ours = [name for name, _, _ in runs[0] if "grouped_matmul" in name]
+    return kernel_and_layer(runs, products, lambda name: not ours or name in ours)[0], layer
+
+
+def section_grouped(context: Context) -> None:
+    import grouped_products
+
+    size, interpret = grouped_products.Size(), None
+    if context.tiny:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        size, interpret = grouped_products.TINY, plgpu.InterpretGPUParams()
+    timed = functools.partial(product_times, context)
+    grouped_products.run(context, emit, timed, size=size, override=context.grouped, interpret=interpret)
+
+
+def section_grouped_sweep(context: Context) -> None:
+    import grouped_products
+
+    timed = functools.partial(product_times, context)
+    grouped_products.sweep(context, emit, timed, size=grouped_products.Size())
 
 
 if __name__ == "__main__":
