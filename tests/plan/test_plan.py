@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from tiny_checkpoints import tiny_config, write_tiny_checkpoint
 
@@ -14,8 +16,10 @@ from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.plan import hardware
 from jaxserve.plan.hardware import find_topology
 from jaxserve.plan.make_plan import CompileOptions, Plan, make_plan
+from jaxserve.plan.planned_store import PlannedStore
 from jaxserve.plan.programs import Collective, count_collectives
 from jaxserve.runner.model_runner import JaxModelRunner
+from jaxserve.runner.program_store import ProgramStore
 
 pytestmark = pytest.mark.device
 
@@ -177,3 +181,19 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     assert found.device_weight_bytes == device_bytes
     assert found.device_cache_bytes * devices == info.kv_cache_bytes
     assert math.isclose(found.device_bytes_per_token * devices, info.kv_cache_bytes / info.num_blocks / 32)
+
+
+def test_the_store_for_other_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs go in under an engine's keys; here they only count as present. Filling it in vain is refused."""
+    key = ("step", 8)
+    store = PlannedStore(tmp_path, "an engine", jax.devices()[:1])
+    assert store.load(key) is None
+    store.save(key, jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((2,), "float32")).compile())
+    assert store.load(key)
+    assert store.hits == 1
+    engine = ProgramStore(tmp_path, "an engine", jax.devices()[:1])
+    assert engine.load(key)(np.zeros(2, np.float32)).tolist() == [1.0, 1.0]
+    assert PlannedStore(tmp_path, "an engine", jax.devices()[:1], device_count=99).load(key) is None
+    flags = ["--topology", "v6e-8", "--no-compile", "--fill-cache"]
+    assert main(["plan", str(MODELS / "llama-8b"), *flags]) == 1
+    assert "fill_cache compiles every program" in capsys.readouterr().err
