@@ -25,6 +25,8 @@ def refused(config: dict[str, Any]) -> str:
 
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
         "GptOssForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
