@@ -99,6 +99,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[Query]]]]] = [
         ]),
         ("Steps a second, by shape", "short", [(rate("steps_total", "num_tokens"), "{{num_tokens}} tokens")]),
         ("Share of padding", "percentunit", [(ratio(PADDING, f"{PADDING} + {COMPUTED}"), "padding")]),
+        ("Experts: the most loaded one's tokens over the mean", "short", [mean("moe_expert_imbalance")]),
         ("Compilations while serving (should be none)", "short", [
             (f"sum by (instance) ({metric('compilations_total')})", "{{instance}}"),
         ]),
