@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from jaxserve.cli.serve import PACKAGED_MODEL_NAME, configs_from, served_names
-from jaxserve.config import ENGINE_CONFIGS, EngineConfig, ServerConfig
+from jaxserve.config import ENGINE_CONFIGS, EngineConfig, HostsConfig, ServerConfig
 from jaxserve.config.cli_flags import add_config_flags, config_from_flags, flag_name
 from jaxserve.config.config_file import as_flags
 from jaxserve.engine.front import read_chat_template
@@ -64,7 +64,9 @@ def build_application(engine: EngineConfig, server: ServerConfig, ray_config: Ra
     check_names(server.tool_call_parser, server.reasoning_parser)
     model = engine.model_config.model
     task = ReplicaTask(
-        engine,
+        replace(
+            engine, hosts_config=HostsConfig(nnodes=1)
+        ),  # the nodes of a TPU pod have replicas of their own
         replace(server, response_store_bytes=0, enable_request_id_headers=False),
         tuple(served_names(model, server)),
         model or PACKAGED_MODEL_NAME,
@@ -138,8 +140,8 @@ def import_serve() -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, server_settings: frozenset[str]) -> None:
-    """Those of the engine, those ``server_settings`` of the server, and those of RayServeConfig."""
-    add_config_flags(parser, ENGINE_CONFIGS)
+    """Those of the engine (of one host), those ``server_settings`` of the server, and those of RayServeConfig."""
+    add_config_flags(parser, [config for config in ENGINE_CONFIGS if config is not HostsConfig])
     add_config_flags(parser, [ServerConfig], only=server_settings)
     add_config_flags(parser, [RayServeConfig])
 

@@ -54,6 +54,7 @@ def test_arguments_come_as_strings_or_values(
         ({"no_such_thing": 1}, "no-such-thing"),
         ({"port": 80}, "port"),  # Serve's own
         ({"uds": "/x"}, "uds"),
+        ({"nnodes": 2}, "nnodes"),  # an engine of one host each
         ({"max_replicas": 1, "replicas": 2}, "max_replicas"),
     ],
 )
