@@ -1,4 +1,4 @@
-"""Write docs/kernels.md: which attention backend computes what, asked of the backends themselves.
+"""Write docs/kernels.md: which kernels compute what, asked of the kernels themselves.
 
 python scripts/write_kernel_table.py
 """
@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pallas_kernels.dispatch import AttentionOptions  # noqa: E402
+from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul  # noqa: E402
+from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul  # noqa: E402
 from pallas_kernels.ragged_paged_attention import gpu, tpu  # noqa: E402
 
 HEAD = """# Attention backends
@@ -23,6 +26,10 @@ Written by `python scripts/write_kernel_table.py` from what the backends answer;
 One contract (`pallas_kernels/dispatch.py`), chosen at start-up by platform and by what the model's layers need. What a
 device's kernels cannot do takes the portable path with a log line that says why. A cache type that the user asked for
 and that alone keeps a model off the kernels is refused, with what to set instead.
+
+Latent attention (MLA, of DeepSeek-V2 and V3) has a contract of its own (`pallas_kernels/mla_attention/dispatch.py`): one
+cache of latents, in bfloat16, float16 or float32, without windows, caps or sinks. It has no kernels yet: on TPUs and GPUs
+it takes the portable path, with a log line that says so. The table below is of the other kind.
 
 Caches of one byte an element:
 
@@ -34,6 +41,18 @@ Caches of one byte an element:
   array beside the cache. Nothing is calibrated and nothing depends on the batch. int8 is nearer to the truth than fp8
   at scale 1 and takes 4 bytes a head and token more. On TPUs XLA copies these scales (not the cache) once a layer,
   because it scatters the new ones in another layout: prefer fp8 there.
+
+"""
+
+EXPERTS = """
+# Experts' products
+
+`pallas_kernels/grouped_matmul/`: rows sorted by expert, each by its expert's matrix; no row is dropped, padding rows go
+to no expert and come out as zeros, matrices of experts without rows are not read. Each of a model's two products takes
+its device's kernel if that can compute it. If it cannot, that product takes the portable path, and a log line at
+start-up says why: `jax.lax.ragged_dot` on TPUs and GPUs, a loop over blocks of rows on CPUs. GPUs other than Hopper
+(compute capability 9.0), and jax before 0.11 on any GPU, have the portable path alone. What counts are the matrices of
+one device: splitting experts (`--tensor-parallel-size` without `--enable-expert-parallel`) makes them smaller.
 
 """
 
@@ -98,6 +117,30 @@ def on_hopper(case: Case) -> str | None:
     )  # fmt: skip
 
 
+def matrices(*sizes: tuple[int, int]) -> dict[str, tuple[int, int, str]]:
+    return {f"{outputs} x {inner}": (outputs, inner, "bfloat16") for outputs, inner in sizes}
+
+
+EXPERT_ROWS: dict[str, dict[str, tuple[int, int, str]]] = {
+    "rows and matrices": {name: (1536, 2048, name) for name in ("bfloat16", "float16", "float32")},
+    "Qwen3-30B-A3B, outputs x contracted": matrices((1536, 2048), (2048, 768)),
+    "its experts split over 4": matrices((384, 2048), (2048, 192)),
+    "over 8": matrices((192, 2048), (2048, 96)),
+    "Mixtral-8x7B": matrices((28672, 4096), (4096, 14336)),
+    "gpt-oss": matrices((5760, 2880), (2880, 2880)),
+    "DeepSeek-V3": matrices((4096, 7168), (7168, 2048)),
+}
+
+EXPERT_KERNELS: dict[str, Callable[[tuple[int, int, str]], str | None]] = {
+    "portable (any device)": lambda case: None,
+    **{
+        f"TPU ({name})": lambda case, name=name: TpuGroupedMatmul(name).why_not(*case)
+        for name in ("v6e", "v5p")
+    },
+    "Hopper": lambda case: GpuGroupedMatmul().why_not(*case),
+}
+
+
 BACKENDS: dict[str, Callable[[Case], str | None]] = {
     "portable (CPU, any device)": lambda case: None,
     "TPU": on_tpu,
@@ -108,22 +151,21 @@ BACKENDS: dict[str, Callable[[Case], str | None]] = {
 
 def kernels_page() -> str:
     """The page's text."""
+    return HEAD + _table(ROWS, BACKENDS) + EXPERTS + _table(EXPERT_ROWS, EXPERT_KERNELS)
+
+
+def _table(rows: dict[str, dict[str, Any]], kernels: dict[str, Callable[[Any], str | None]]) -> str:
+    """A line for each label, a column for each kernel, and the reasons of what is refused."""
     reasons: list[str] = []
-    lines = ["| |" + "".join(f" {name} |" for name in BACKENDS), "|---" * (len(BACKENDS) + 1) + "|"]
-    for label, cases in ROWS.items():
-        cells = [_cell(cases, why_not, reasons) for why_not in BACKENDS.values()]
+    lines = ["| |" + "".join(f" {name} |" for name in kernels), "|---" * (len(kernels) + 1) + "|"]
+    for label, cases in rows.items():
+        cells = [_cell(cases, why_not, reasons) for why_not in kernels.values()]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
-    return (
-        HEAD
-        + "\n".join(lines)
-        + "\n\nWhat is refused is refused with these words:\n\n"
-        + "\n".join(notes)
-        + "\n"
-    )
+    return "\n".join(lines) + "\n\nWhat is refused is refused with these words:\n\n" + "\n".join(notes) + "\n"
 
 
-def _cell(cases: dict[str, Case], why_not: Callable[[Case], str | None], reasons: list[str]) -> str:
+def _cell(cases: dict[str, Any], why_not: Callable[[Any], str | None], reasons: list[str]) -> str:
     answers = {name: why_not(case) for name, case in cases.items()}
     able = ", ".join(name for name, reason in answers.items() if reason is None)
     marks: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from gpu_interpreter import needs_mosaic_gpu
 
 from pallas_kernels.dispatch import AttentionMetadata
+from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import abstract_cache
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.tpu import TpuAttentionBackend
@@ -79,6 +82,28 @@ def test_what_is_refused_is_refused_by_the_backend_itself(name, backend):
         with pytest.raises(ValueError) as info:
             trace(backend, CASES[case], decode_only=True)
         assert str(info.value) == reason
+
+
+EXPERTS = [case for cases in TABLE.EXPERT_ROWS.values() for case in cases.values()]
+
+
+@pytest.mark.parametrize(
+    "kernel,column", [(TpuGroupedMatmul("v6e"), "TPU (v6e)"), (GpuGroupedMatmul(num_sms=132), "Hopper")]
+)
+def test_what_experts_are_refused_is_refused_by_the_kernel_itself(kernel, column):
+    refused = 0
+    for case in EXPERTS:
+        outputs, inner, dtype = case
+        reason = TABLE.EXPERT_KERNELS[column](case)
+        if reason is not None:
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                kernel(
+                    jnp.zeros((1, inner), dtype),
+                    jnp.zeros((1, outputs, inner), dtype),
+                    jnp.zeros(1, jnp.int32),
+                )
+    assert refused
 
 
 @pytest.mark.slow
