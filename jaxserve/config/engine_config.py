@@ -195,11 +195,6 @@ class ObservabilityConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """All configs of one engine."""
-
-    model_config: ModelConfig = field(default_factory=ModelConfig)
-@dataclass(frozen=True)
 class HostsConfig:
     """Several hosts with one engine over all their devices; each one runs the same command."""
 
@@ -236,11 +231,17 @@ class HostsConfig:
             )
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """All configs of one engine."""
+
+    model_config: ModelConfig = field(default_factory=ModelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    hosts_config: HostsConfig = field(default_factory=HostsConfig)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -248,7 +249,6 @@ class HostsConfig:
         model, cache, scheduler, parallel, compilation, observability, hosts = split_kwargs(
             kwargs, ENGINE_CONFIGS
         )
-    hosts_config: HostsConfig = field(default_factory=HostsConfig)
         return cls(
             ModelConfig(**model), CacheConfig(**cache), SchedulerConfig(**scheduler), ParallelConfig(**parallel),
             CompilationConfig(**compilation), ObservabilityConfig(**observability), HostsConfig(**hosts),
@@ -285,12 +285,12 @@ ENGINE_CONFIGS: list[type[Any]] = [
     ParallelConfig,
     CompilationConfig,
     ObservabilityConfig,
+    HostsConfig,
 ]
 
 
 @dataclass(frozen=True)
 class PlatformDefaults:
-    HostsConfig,
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
