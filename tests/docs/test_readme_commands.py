@@ -39,7 +39,7 @@ SIZES = {
     "num_gpu_blocks_override": 56,
 }
 INSTALL = re.compile(r"pip install [^&\n]+ && ")
-STARTUP_SECONDS = 400
+STARTUP_SECONDS = 600
 
 
 def blocks(language: str) -> list[str]:
