@@ -582,7 +582,7 @@ def test_200_messages_stay_smooth(page, engine, watched):
     page = watched.open()
     assert page.locator(".message").count() == 200
     opened = time.monotonic() - began
-    engine.scripts["long"] = (MARKDOWN * 5) + "\n```\n" + "code " * 400
+    engine.scripts["long"] = (MARKDOWN * 4) + "\n```\n" + "code " * 200
     page.evaluate(WATCH_FRAMES)
     began = time.monotonic()
     ask(page, "A long one")
