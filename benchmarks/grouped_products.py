@@ -31,7 +31,7 @@ SWEEP = {
         dict(widths=(16, 32), blocks=1, step=128, stages=5),
     ],
     4096: [
-        dict(widths=(24, 64, 96, 128, 144, 160), blocks=2, step=64, stages=3),
+        dict(widths=(24, 48, 80, 128, 144, 160), blocks=2, step=64, stages=3),
         dict(widths=(64, 128, 144, 160), blocks=2, step=64, stages=3),
         dict(widths=(64, 128, 144), blocks=2, step=64, stages=4),
         dict(widths=(64, 96, 128, 144), blocks=2, step=128, stages=2),
