@@ -181,13 +181,13 @@ def main() -> int:
     parser.add_argument("--base-url", help="a server that runs already")
     parser.add_argument("--served-model", help="its model's name")
     parser.add_argument("--tokenizer", help="its tokenizer's folder")
-    parser.add_argument("--streams", type=int, default=8, help="requests in flight (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--streams", type=int, default=4, help="requests in flight (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests a second (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument(
-        "--step-seconds", type=float, default=0.02, help="of the fake device (default: %(default)s)"
+        "--step-seconds", type=float, default=0.05, help="of the fake device (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,26 +77,28 @@ def test_results_have_vllms_keys_and_add_up(server, model, tmp_path, capsys):
 
 
 def test_it_agrees_with_an_independent_client(server, model, tmp_path):
-    """Output tokens/s and time to first token, within 5 %: medians over rounds, since load on the machine moves one or
-    the other now and then. One request at a time: of several, steps serve those together that come together, and how
-    close they come is the clients' own."""
-    ratios: dict[str, list[float]] = {"rate": [], "ttft": []}
+    """Output tokens/s and time to first token, within 5 %: the best of several rounds of each, which load on the
+    machine can only spoil for a while. One request at a time: of several, steps serve those together that come
+    together, and how close they come is the clients' own."""
     flags = ["--tokenizer", str(model), "--num-prompts", "2", "--max-concurrency", "1", "--input-len", "16",
-             "--output-len", str(OUTPUT_LEN), "--backend", "openai-chat"]  # fmt: skip
-    medians: dict[str, float] = {}
-    for number in range(15):
-        ours = bench(server, tmp_path, *flags, "--seed", str(number))
-        theirs = asyncio.run(measure(server.url, 2))
-        ratios["rate"].append(ours["output_throughput"] / theirs["rate"])
-        ratios["ttft"].append(ours["mean_ttft_ms"] / 1000 / theirs["ttft"])
-        medians = {name: statistics.median(values) for name, values in ratios.items()}
-        if number >= 2 and all(abs(ratio - 1) <= 0.05 for ratio in medians.values()):
+             "--output-len", str(OUTPUT_LEN), "--backend", "openai-chat", "--save-detailed"]  # fmt: skip
+    ours = theirs = (0.0, float("inf"))
+    for number in range(20):
+        result = bench(server, tmp_path, *flags, "--seed", str(number))
+        ours = better(ours, result["output_throughput"], result["ttfts"])
+        theirs = better(theirs, *asyncio.run(measure(server.url, 2)))
+        if number >= 1 and all(abs(one / other - 1) <= 0.05 for one, other in zip(ours, theirs)):
             return
-    pytest.fail(f"bench serve over httpx: {medians}")
+    pytest.fail(f"output tokens/s and seconds to the first token: {ours} here, {theirs} with httpx")
 
 
-async def measure(url: str, requests: int) -> dict[str, float]:
-    """The same load with httpx: output tokens/s and mean seconds to the first token."""
+def better(best: tuple[float, float], rate: float, firsts: list[float]) -> tuple[float, float]:
+    """The highest rate and the shortest time to a first token so far."""
+    return max(best[0], rate), min(best[1], *firsts)
+
+
+async def measure(url: str, requests: int) -> tuple[float, list[float]]:
+    """The same load with httpx: output tokens/s, and seconds to each request's first token."""
     firsts: list[float] = []
     tokens = 0
     body = {
@@ -120,7 +121,7 @@ async def measure(url: str, requests: int) -> dict[str, float]:
                         tokens += chunk["usage"]["completion_tokens"]
             assert first is not None
             firsts.append(first)
-        return {"rate": tokens / (time.perf_counter() - start), "ttft": statistics.mean(firsts)}
+        return tokens / (time.perf_counter() - start), firsts
 
 
 def test_requests_come_at_the_rate_asked_for(server, model, tmp_path):

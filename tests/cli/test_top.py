@@ -120,7 +120,7 @@ def test_once_prints_plain_text(server, capsys):
     assert "\x1b" not in output
 
 
-@pytest.mark.parametrize("end", ["q", "SIGINT"])
+@pytest.mark.parametrize("end", ["q", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_terminal_is_left_as_it_was(server, end):
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
