@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +70,29 @@ def run(arguments: argparse.Namespace) -> int:
 
     topology = find_topology(arguments.topology)
     programs = arguments.compile or ("none" if arguments.no_compile or topology.platform != "tpu" else "all")
-    plan = make_plan(
-        arguments.positional_model,
-        read_config(arguments.positional_model, config.model_config.revision),
-        config,
-        topology,
-        contexts=arguments.context,
-        options=CompileOptions(programs, arguments.compile_layers, arguments.fill_cache),
-    )
+    with only_errors_of("jaxserve.runner"):  # the plan says itself what a runner would warn of
+        plan = make_plan(
+            arguments.positional_model,
+            read_config(arguments.positional_model, config.model_config.revision),
+            config,
+            topology,
+            contexts=arguments.context,
+            options=CompileOptions(programs, arguments.compile_layers, arguments.fill_cache),
+        )
     print(json.dumps(as_json(plan), indent=2) if arguments.json else render(plan))
     return 0 if plan.fits else 1
+
+
+@contextlib.contextmanager
+def only_errors_of(name: str) -> Generator[None]:
+    """Keep a logger's warnings back."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read_config(model: str, revision: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
-from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, WhereItCan
+from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul, WhereItCan
 from sharding import MESH_AXES, ParamSpec, make_mesh
 
 
@@ -87,6 +87,8 @@ class PlannedRunner(JaxModelRunner):
         return (backend if self.why_no_kernels is None else BlockedBackend()), self.why_no_kernels
 
     def _grouped_matmul(self) -> tuple[GroupedMatmul, str | None]:
+        if self.portable:
+            return PORTABLE, None
         if self.platform == "tpu":
             from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul
 

@@ -154,6 +154,11 @@ def test_collectives_of_a_step_that_is_not_compiled() -> None:
     assert (reduced.count, reduced.result_bytes) == (5, 5 * hidden)
     assert reduced.sent_bytes == 5 * hidden * 2 * 3 // 4
     assert counts["all-gather"].result_bytes < hidden
+    experts = make_plan(
+        "model", config_of("qwen3-30b-a3b") | {"num_hidden_layers": 2}, config, find_topology("h200-8"),
+        options=CompileOptions("none"),
+    )  # fmt: skip
+    assert {each.kind: each.count for each in experts.step_collectives or ()}["all-reduce"] >= 5
     alone = make_plan(
         "model", hf_config, EngineConfig.from_kwargs(max_model_len=8192), find_topology("h200-1"),
         options=CompileOptions("none"),
