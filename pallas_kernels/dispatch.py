@@ -74,9 +74,16 @@ class AttentionBackend(Protocol):
 
 
 class BlockedBackend:
-    """Plain XLA, blocked over the live context: CPUs, and devices without a kernel of their own."""
+    """Plain XLA, blocked over the live context: CPUs, and devices without a kernel of their own.
+
+    Args:
+        fixed_order: as ``blocked_attention`` takes it.
+    """
 
     name = "blocked"
+
+    def __init__(self, fixed_order: bool = False) -> None:
+        self.fixed_order = fixed_order
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
@@ -101,7 +108,8 @@ class BlockedBackend:
         plan: Any = None,
     ) -> tuple[jax.Array, KVCache]:
         kv_cache = scatter_update(kv_cache, k, v, metadata.slot_mapping)
-        return blocked_attention(q, kv_cache, metadata, options, sinks), kv_cache
+        attended = blocked_attention(q, kv_cache, metadata, options, sinks, fixed_order=self.fixed_order)
+        return attended, kv_cache
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ COMMANDS = {
     "bench": ("jaxserve.cli.bench", "Measure a server, offline generation, or starts."),
     "plan": ("jaxserve.cli.plan", "Say what a model needs on a TPU slice or GPU node, and compile it for one."),
     "convert": ("jaxserve.cli.convert", "Save a model in the form that an engine starts from fastest."),
+    "check-invariance": (
+        "jaxserve.cli.check_invariance",
+        "Try whether outputs depend on what else runs, on this machine.",
+    ),
     "collect-env": ("jaxserve.cli.collect_env", "Print versions and devices, for a bug report."),
 }
 """A command's name, its module and what it does. A module has ``add_arguments`` and ``run``; it may have ``expand``,
@@ -63,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_command(given: list[str]) -> int:
-    lines = [f"  {name:12} {description}" for name, (_, description) in COMMANDS.items()]
+    lines = [f"  {name:16} {description}" for name, (_, description) in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="jaxserve",
         usage="jaxserve [--version] COMMAND …",

@@ -168,6 +168,11 @@ class CompilationConfig:
     compile_cache_dir: str | None = setting(
         None, "Folder that keeps compiled programs. Default: JAXSERVE_CACHE_DIR or ~/.cache/jaxserve."
     )
+    batch_invariant: bool = setting(
+        False,
+        "Make a request's output depend on it alone, bit for bit, whatever else runs, however its prompt is cut and "
+        "whatever is cached. On CPUs; it costs short batches speed (docs/invariance.md).",
+    )
     enforce_no_compile: bool = setting(
         False, "Fail a step that would compile after readiness (used in tests)."
     )

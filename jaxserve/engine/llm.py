@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import inspect
 import itertools
 import signal
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
@@ -23,6 +21,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import create_core
 from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
 from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
+from jaxserve.engine.interactive import drop_failed_calls, drop_replaced
 from jaxserve.engine.output_processor import OutputProcessor, ProcessedOutputs
 from jaxserve.engine.protocol import Prompt
 from jaxserve.errors import (
@@ -67,7 +66,8 @@ class LLM:
         self._config = EngineConfig.from_kwargs(model=model, **kwargs)
         tracer = open_tracer(self._config.observability_config.otlp_traces_endpoint)
         self._front = Front.load(self._config.model_config)
-        _drop_failed_calls()
+        drop_failed_calls()
+        drop_replaced(inspect.currentframe(), LLM)
         try:
             self._core = create_core(self._config)
         except OutOfMemoryError as error:
@@ -429,23 +429,6 @@ def _release(core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | N
     inputs.close()
     if tracer is not None:
         tracer.close()
-
-
-def _drop_failed_calls() -> None:
-    """Free LLMs that only a failed or interrupted call still holds.
-
-    An interactive Python keeps the last exception for its debugger, with the frames it passed; a notebook's user who
-    interrupts ``llm.generate`` and builds another LLM would have both in memory.
-    """
-    failure = getattr(sys, "last_value", None)
-    while isinstance(failure, BaseException):
-        for frame, _ in traceback.walk_tb(failure.__traceback__):
-            if str(frame.f_globals.get("__name__", "")).startswith("jaxserve."):
-                with contextlib.suppress(RuntimeError):  # it still runs
-                    frame.clear()
-                    _ = frame.f_locals  # before Python 3.13 a dict of its own, made anew by being read
-        failure = failure.__cause__ or failure.__context__
-    gc.collect()
 
 
 def _others_hint(models: Sequence[str]) -> str:

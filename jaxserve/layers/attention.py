@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.qk_norm is not None and self.qk_norm_eps is not None:
-            qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
+            qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps, fixed_order=self.context.batch_invariant)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
         if kv_scales is not None:

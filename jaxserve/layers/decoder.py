@@ -107,15 +107,19 @@ class DecoderLayer(nnx.Module):
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
         """
         context, num_tokens = self.attention.context, metadata.positions.shape[0]
-        normal = context.gather_tokens(rms_norm(hidden, norm_weights[0], self.norm_eps), num_tokens)
+        normal = context.gather_tokens(self._normal(hidden, norm_weights[0]), num_tokens)
         attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales)
         hidden = hidden + attended
-        normal = context.gather_tokens(rms_norm(hidden, norm_weights[1], self.norm_eps), num_tokens)
+        normal = context.gather_tokens(self._normal(hidden, norm_weights[1]), num_tokens)
         if not isinstance(self.mlp, MoE):
             return hidden + self.mlp(normal), kv_cache, None
         live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
         update, load = self.mlp(normal, live)
         return hidden + update, kv_cache, load
+
+    def _normal(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        invariant = self.attention.context.batch_invariant
+        return rms_norm(hidden, weight, self.norm_eps, fixed_order=invariant)
 
 
 def _attention(
@@ -209,7 +213,9 @@ class Decoder(nnx.Module):
             )
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
-        normal = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+        normal = rms_norm(
+            hidden, self.final_norm[...], self.config.rms_norm_eps, fixed_order=self.context.batch_invariant
+        )
         return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches, loads
 
     def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:

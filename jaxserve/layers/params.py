@@ -43,6 +43,7 @@ class LayerContext:
         latent_backend: attention over a paged cache of latents, for the models that have one.
         grouped_matmul: what multiplies experts' tokens by their matrices.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
+        batch_invariant: a token's bits must not depend on what else is in the step.
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
 
@@ -54,6 +55,7 @@ class LayerContext:
     sequence_parallel: bool = False
     rules: ShardingRules = DEFAULT_RULES
     weight_first: bool = False
+    batch_invariant: bool = False
     scaled_kv_cache: bool = False
     ragged_exchange: bool = False
     latent_backend: LatentBackend = BlockedLatentBackend()

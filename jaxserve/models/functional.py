@@ -75,6 +75,11 @@ class Model:
         return self._module.kv_cache_specs(dtype)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer chooses among experts."""
+        return any("expert" in spec.axes for spec in self.specs.values())
+
+    @property
     def has_latents(self) -> bool:
         """Whether its layers cache latents, instead of keys and values."""
         return self.kv_cache_specs()[0].is_latent
@@ -137,6 +142,7 @@ def build(
     ragged_exchange: bool = False,
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
+    batch_invariant: bool = False,
     kv_cache_dtype: Any = None,
     latent_backend: LatentBackend = BlockedLatentBackend(),
     grouped_matmul: GroupedMatmul = PORTABLE,
@@ -152,6 +158,7 @@ def build(
             mesh of these sizes.
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
+        batch_invariant: as ``LayerContext`` has it.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
         latent_backend: what takes the place of ``backend`` in models that cache latents.
         grouped_matmul: of experts.
@@ -171,6 +178,7 @@ def build(
     context = LayerContext(
         np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
+        batch_invariant=batch_invariant,
         ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
     )  # fmt: skip
     module = family.create(config, context)

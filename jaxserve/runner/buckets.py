@@ -37,7 +37,12 @@ class BucketTable:
 
     @classmethod
     def build(
-        cls, max_num_batched_tokens: int, max_num_seqs: int, *, decode_programs: bool = False
+        cls,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        *,
+        decode_programs: bool = False,
+        batch_invariant: bool = False,
     ) -> BucketTable:
         """One token, powers of two up to the budget, and the budget itself.
 
@@ -45,14 +50,19 @@ class BucketTable:
             max_num_batched_tokens, max_num_seqs: the largest step.
             decode_programs: steps that only decode have programs of their own, up to ``max_num_seqs``; then the others
                 begin at ``SMALLEST_MIXED``, since a prompt's few tokens cost what that many do.
+            batch_invariant: no bucket of one token: a product with one row is another algorithm, which adds up in
+                another order.
         """
+        smallest = 2 if batch_invariant else 1
         if not decode_programs:
-            every = tuple(Bucket(size, min(size, max_num_seqs)) for size in _ladder(max_num_batched_tokens))
+            sizes = _ladder(max_num_batched_tokens, smallest)
+            every = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
             return cls(every, every)
         sizes = _ladder(max_num_batched_tokens)
         sizes = [size for size in sizes if size >= SMALLEST_MIXED] or sizes[-1:]
         mixed = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
-        decode = tuple(Bucket(size, size) for size in _ladder(min(max_num_seqs, max_num_batched_tokens)))
+        most = min(max_num_seqs, max_num_batched_tokens)
+        decode = tuple(Bucket(size, size) for size in _ladder(most, smallest))
         return cls(tuple(sorted({*mixed, *decode})), mixed, decode)
 
     def smallest(self, num_tokens: int, num_rows: int, *, decode_only: bool = False) -> Bucket:
@@ -74,8 +84,8 @@ class BucketTable:
         return buckets[index]
 
 
-def _ladder(most: int) -> list[int]:
-    sizes = [1] if most > 1 else []
+def _ladder(most: int, smallest: int = 1) -> list[int]:
+    sizes = [1] if most > 1 and smallest == 1 else []
     size = SMALLEST_BATCH
     while size < most:
         sizes.append(size)

@@ -102,6 +102,26 @@ class JaxModelRunner:
         self.counter.start()
         return self.info
 
+    def _check_invariance(self, model: Model) -> None:
+        """Refuse ``batch_invariant`` where it would be asked for in vain."""
+        scheduler = self.config.scheduler_config
+        kind = "latent attention" if model.has_latents else "experts" if model.has_experts else None
+        if kind is not None:
+            raise ConfigError(
+                f"batch_invariant is implemented for dense models, and this one has {kind}; leave it out.",
+                param="batch_invariant",
+            )
+        if self.platform != "cpu":
+            raise ConfigError(
+                f"batch_invariant is implemented on CPUs, not on this {self.platform.upper()}; leave it out.",
+                param="batch_invariant",
+            )
+        if scheduler.max_num_batched_tokens == 1:
+            raise ConfigError(
+                "batch_invariant needs steps of at least 2 tokens; raise max_num_batched_tokens from 1.",
+                param="max_num_batched_tokens",
+            )
+
     def _place(self) -> Placement:
         """The devices that the user asked for."""
         parallel = self.config.parallel_config
@@ -165,7 +185,12 @@ class JaxModelRunner:
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
         )  # fmt: skip
-        portable = make(BlockedBackend(), weight_first=self.platform == "cpu")
+        # Weights come first for few tokens only, and so would change the order of summation with their number.
+        invariant = self.config.compilation_config.batch_invariant
+        first = self.platform == "cpu" and not invariant
+        portable = make(BlockedBackend(fixed_order=invariant), weight_first=first, batch_invariant=invariant)
+        if invariant:
+            self._check_invariance(portable)
         self._tell_of_experts(portable)
         self.specs = [spec.on_one_of(devices) for spec in portable.kv_cache_specs(self.cache_dtype.name)]
         if portable.has_latents:
@@ -260,6 +285,7 @@ class JaxModelRunner:
                 scheduler.max_num_batched_tokens,
                 self.max_num_seqs,
                 decode_programs=self._style.decode_programs,
+                batch_invariant=self.config.compilation_config.batch_invariant,
             ),
             self.block_size,
             self.max_num_seqs,

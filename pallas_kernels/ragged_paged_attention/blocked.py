@@ -35,6 +35,8 @@ def blocked_attention(
     metadata: AttentionMetadata,
     options: AttentionOptions,
     sinks: jax.Array | None = None,
+    *,
+    fixed_order: bool = False,
 ) -> jax.Array:
     """Attend each row's new tokens to its cached ones (the new ones are in the cache already).
 
@@ -44,17 +46,21 @@ def blocked_attention(
         metadata: the step's batch, rows ordered decode first.
         options: scale, window, soft cap.
         sinks: [H] extra logits of the denominator.
+        fixed_order: add up in one order whether queries are walked by rows or by tiles, so that a query's bits do not
+            depend on what else is in the step (``Walk.weigh``).
 
     Returns:
         [T, H, D] in q's type; zero for padding tokens.
     """  # fmt: skip
-    return walk_context(q, metadata, _KeysAndValues(kv_cache, options, sinks, q.shape[1]))
+    walk = _KeysAndValues(kv_cache, options, sinks, q.shape[1])
+    walk.fixed_order = fixed_order
+    return walk_context(q, metadata, walk)
 
 
 def walk_context(q: jax.Array, metadata: AttentionMetadata, walk: Walk) -> jax.Array:
     """Attend q [T, H, D] to what ``walk`` gathers: [T, H, ``walk.value_size``] in q's type; zero for padding tokens."""
     num_tokens, num_heads, _ = q.shape
-    if num_tokens <= QUERY_TILE:
+    if num_tokens <= QUERY_TILE or metadata.decode_only:
         # A small step: one path compiles in half the time, and there is little context to share between its queries.
         lengths = jnp.where(jnp.arange(num_tokens) < metadata.query_start_loc[-1], metadata.positions + 1, 0)
         return _single_queries(q, lengths, metadata.block_tables[metadata.row_ids], walk)
@@ -93,6 +99,29 @@ class Walk:
         self.blocks_per_tile = max(1, KV_TILE // block_size)
         self.tile = self.blocks_per_tile * block_size
         self.sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, self.group)
+
+    fixed_order = False
+    """See ``blocked_attention``."""
+
+    def weigh(self, equation: str, weights: jax.Array, v: jax.Array) -> jax.Array:
+        """The weighted sum of values.
+
+        In fixed order the values are widened to a multiple of 64: narrower products with few rows are computed by
+        another algorithm than those with many (seen with Eigen's for 32, 80 and 96 columns).
+        """
+        if not self.fixed_order:
+            return self.product(equation, weights, v)
+        width = v.shape[-1]
+        v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, -width % 64),))
+        return self.product(equation, weights, v)[..., :width]
+
+    def row_sums(self, weights: jax.Array) -> jax.Array:
+        """Sums over the last axis; in fixed order as a product, since a reduction's order depends on its shape."""
+        if not self.fixed_order:
+            return weights.sum(-1)
+        ones = jnp.ones((8, weights.shape[-1]), weights.dtype)
+        flat = self.product("ms,ns->mn", weights.reshape(-1, weights.shape[-1]), ones)
+        return flat[:, 0].reshape(weights.shape[:-1])
 
     def gather(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[..., C] physical blocks to float32 keys [..., K, C * block_size, D] and values, ``value_size`` wide."""
@@ -198,6 +227,11 @@ def _single_queries(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: W
 
 def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: Walk) -> jax.Array:
     """Online softmax of one query a row: q [r, K, G, D], lengths [r], tables [r, B] -> [r, K, G, value] float32."""
+    group = q.shape[2]
+    if (
+        walk.fixed_order and group == 1
+    ):  # a product with one row would be another algorithm than one with many
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 1), (0, 0)))
     last = (lengths.max() + walk.tile - 1) // walk.tile
     shortest = jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max).min()
     first = walk.first_tile(shortest - 1)
@@ -215,8 +249,8 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: Walk) 
         rescale = jnp.exp(top - new_top)
         # An invisible slot may be another row's by now, or never written and NaN; 0 * NaN is NaN.
         v = jnp.where(mask[:, :, 0, :, None], v, 0.0)
-        added = walk.product("rkgs,rksd->rkgd", weights, v)
-        return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
+        added = walk.weigh("rkgs,rksd->rkgd", weights, v)
+        return new_top, total * rescale + walk.row_sums(weights), acc * rescale[..., None] + added
 
     shape = q.shape[:3]
     init = (
@@ -224,7 +258,7 @@ def _walk_rows(q: jax.Array, lengths: jax.Array, tables: jax.Array, walk: Walk) 
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, walk.value_size), jnp.float32),
     )
-    top, total, acc = jax.lax.fori_loop(first, last, body, init)
+    top, total, acc = (x[:, :, :group] for x in jax.lax.fori_loop(first, last, body, init))
     return walk.finish(top, total, acc, (1, 2))
 
 
@@ -285,8 +319,8 @@ def _walk_queries(
         rescale = jnp.exp(top - new_top)
         v = jnp.where(((keys >= seen_from) & (keys < end))[:, None], v, 0.0)
         flat = weights.reshape(walk.num_kv_heads, walk.group * tile_q, walk.tile)
-        added = walk.product("kqs,ksd->kqd", flat, v).reshape(acc.shape)
-        return new_top, total * rescale + weights.sum(-1), acc * rescale[..., None] + added
+        added = walk.weigh("kqs,ksd->kqd", flat, v).reshape(acc.shape)
+        return new_top, total * rescale + walk.row_sums(weights), acc * rescale[..., None] + added
 
     shape = (walk.num_kv_heads, walk.group, tile_q)
     init = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, walk.value_size))

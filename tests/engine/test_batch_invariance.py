@@ -1,0 +1,108 @@
+"""With batch_invariant a request's output is the same, bit for bit, whatever else runs: over a thousand situations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_checkpoints import write_tiny_checkpoint
+
+from jaxserve import LLM
+from jaxserve.bench.invariance import Bits, Finding, Target, Workload, bits_of, check_invariance
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+
+pytestmark = pytest.mark.device
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {"max_num_seqs": 48, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 400},
+    "tight": {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 26},
+}
+NUM_TARGETS, PROMPT_LEN, OUTPUT_LEN = 20, 90, 12
+
+
+def make(path: Path, **arguments: Any) -> LLM:
+    sizes = {"max_model_len": 128, "block_size": 8}
+    return LLM(str(path), skip_tokenizer_init=True, batch_invariant=True, **{**sizes, **arguments})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Workload(300, 128, num_targets=NUM_TARGETS, prompt_len=PROMPT_LEN, output_len=OUTPUT_LEN)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, workload: Workload) -> list[tuple[Target, Bits]]:
+    """Every target and what it gives by itself, with nothing cached."""
+    targets = workload.targets()
+    with make(checkpoint, **ENGINES["roomy"]) as llm:
+        bits = []
+        for target in targets:
+            llm.reset_prefix_cache()
+            bits.append(bits_of(generate(llm, [target])[0]))
+    return list(zip(targets, bits, strict=True))
+
+
+def generate(llm: LLM, requests: list[Target]) -> list[Any]:
+    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+    return llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workload: Workload, engine: str):
+    """Random company, order and cache; in the tight engine prompts are cut small and rows preempted."""
+    rng, situations = random.Random(engine), 0
+    with make(checkpoint, **ENGINES[engine]) as llm:
+        while situations < 520:
+            chosen = [rng.choice(alone) for _ in range(rng.choice([1, 3, 20, 60]))]
+            others = [workload.companion() for _ in range(rng.choice([0, 2, 15]))]
+            requests = [target for target, _ in chosen] + others
+            order = rng.sample(range(len(requests)), len(requests))
+            if rng.random() < 0.4:
+                llm.reset_prefix_cache()
+            outputs = generate(llm, [requests[index] for index in order])
+            for place, index in enumerate(order):
+                if index < len(chosen):
+                    assert bits_of(outputs[place]) == chosen[index][1]
+                    situations += 1
+        preemptions = next(
+            metric for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions"
+        )
+        assert (preemptions.value > 0) == (engine == "tight")
+
+
+@pytest.mark.slow
+def test_the_users_check(checkpoint: Path):
+    """``jaxserve check-invariance`` finds nothing with the mode on, and looks at what it says."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 200}
+
+    def engine(**overrides: Any) -> LLM:
+        return make(checkpoint, **{**sizes, **overrides})
+
+    small = Workload(300, 128, num_targets=3, prompt_len=60, output_len=8)
+    findings = list(check_invariance(engine, company=(5,), rounds=1, workload=small))
+    assert [finding.different for finding in findings] == [0] * len(findings)
+    assert all(finding.situations >= 3 for finding in findings)
+    notes = {finding.condition: finding.note for finding in findings}
+    assert notes["prefixes found in the cache"] != "0 tokens were cached"
+    assert notes["a cache that preempts"] != "0 preemptions"
+
+
+def test_a_difference_is_found():
+    """One bit in one log probability, or another token."""
+
+    def output(token: int, logprob: float) -> RequestOutput:
+        choice = CompletionOutput(0, "", [token], logprobs=[{token: Logprob(logprob)}])
+        return RequestOutput("1", None, [1], None, [choice], True)
+
+    finding = Finding("a condition")
+    for token, logprob in ((3, -1.0), (3, float(np.nextafter(-1.0, 0.0))), (4, -1.0)):
+        finding.compare(output(token, logprob), bits_of(output(3, -1.0)))
+    assert (finding.situations, finding.different, finding.other_tokens) == (3, 2, 1)
