@@ -75,11 +75,6 @@ class Model:
         return self._module.kv_cache_specs(dtype)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether any layer chooses among experts."""
-        return any("expert" in spec.axes for spec in self.specs.values())
-
-    @property
     def has_latents(self) -> bool:
         """Whether its layers cache latents, instead of keys and values."""
         return self.kv_cache_specs()[0].is_latent
