@@ -199,10 +199,8 @@ MESHES = [
     pytest.param("plain", 4, 1, True, marks=pytest.mark.slow),
     pytest.param("plain", 1, 2, True, marks=pytest.mark.slow),
     pytest.param("biased", 1, 4, True, marks=pytest.mark.slow),
-    pytest.param("biased", 2, 1, True, marks=pytest.mark.slow),
     pytest.param("shared", 2, 4, True, marks=pytest.mark.slow),
     pytest.param("shared", 1, 4, False, marks=pytest.mark.slow),
-    pytest.param("plain", 4, 1, False, marks=pytest.mark.slow),
 ]
 
 

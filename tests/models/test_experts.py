@@ -119,7 +119,6 @@ def test_gpt_oss_in_mxfp4_is_what_it_stands_for(tmp_path: Path) -> None:
     [
         ("gpt_oss", 1, 4),
         pytest.param("qwen2_moe", 1, 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", 1, 4, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)")
