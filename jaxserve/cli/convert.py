@@ -94,6 +94,8 @@ def copy_files(files: ModelFiles, out: Path) -> None:
             target = out / path.relative_to(files.path)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+        # What was quantized is stored as it was decoded.
+        _write(out / "config.json", {k: v for k, v in files.config.items() if k != "quantization_config"})
         return
     from jaxserve.tokenizer.load import load_tokenizer, resolve_eos_token_ids
 
