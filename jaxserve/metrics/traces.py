@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
+logger = logging.getLogger(__name__)
+
 SPAN_NAME = "llm_request"
 SCOPE_NAME = "jaxserve.engine"
 SERVICE_NAME = "jaxserve"
@@ -36,6 +40,7 @@ EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 HTTP_PATH = "/v1/traces"
+CLOSE_SECONDS = 3.0
 
 client_trace: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
     "client_trace", default=None
@@ -88,7 +93,7 @@ class RequestTracer:
         resource = Resource.create({"service.version": __version__})
         if not os.environ.get("OTEL_SERVICE_NAME"):
             resource = resource.merge(Resource({"service.name": SERVICE_NAME}))
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter()))
         self._tracer = self._provider.get_tracer(SCOPE_NAME, __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -128,8 +133,12 @@ class RequestTracer:
             part.end(wall(max(start, end)))
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left; a collector that does not answer is not waited for longer than CLOSE_SECONDS."""
+        closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            logger.warning("The last traces were not sent: the collector does not answer.")
 
 
 def open_tracer(endpoint: str | None) -> RequestTracer | None:
