@@ -22,7 +22,7 @@ from jaxserve.runner.placement import Placement
 from sharding import DEFAULT_RULES, make_mesh
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed (the tpu extra)")
-pytestmark = [pytest.mark.device, pytest.mark.tpu_aot, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.device, pytest.mark.tpu_aot, pytest.mark.timeout(1800)]
 
 HIDDEN, TOKENS, RANKS, GROUP = 1024, 512, 4, 4
 
