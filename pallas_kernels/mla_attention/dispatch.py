@@ -69,9 +69,11 @@ class BlockedLatentBackend:
 
     Args:
         lanes: S is the size of a latent, rounded up to a multiple of this.
+        as_integers: as ``blocked_latent_attention`` takes it.
     """
 
     lanes: int = 1
+    as_integers: bool = True
 
     @property
     def name(self) -> str:
@@ -96,8 +98,10 @@ class BlockedLatentBackend:
         scale: float,
         value_size: int,
     ) -> tuple[jax.Array, jax.Array]:
-        kv_cache = scatter_latents(kv_cache, latents, metadata.slot_mapping)
-        out = blocked_latent_attention(q, kv_cache, metadata, scale=scale, value_size=value_size)
+        kv_cache = scatter_latents(kv_cache, latents, metadata.slot_mapping, as_integers=self.as_integers)
+        out = blocked_latent_attention(
+            q, kv_cache, metadata, scale=scale, value_size=value_size, as_integers=self.as_integers
+        )
         return out, kv_cache
 
 
@@ -105,7 +109,5 @@ def latent_backend(platform: str) -> tuple[LatentBackend, str | None]:
     """The backend for ``cpu``, ``gpu`` or ``tpu``, and why it is not the device's own kernels (None: it is)."""
     if platform == "cpu":
         return BlockedLatentBackend(), None
-    lanes = TPU_LANES if platform == "tpu" else 1
-    return BlockedLatentBackend(
-        lanes
-    ), f"there is no {platform.upper()} kernel for latent attention (MLA) yet"
+    backend = BlockedLatentBackend(TPU_LANES if platform == "tpu" else 1, as_integers=False)
+    return backend, f"there is no {platform.upper()} kernel for latent attention (MLA) yet"

@@ -14,6 +14,7 @@ from ragged_batches import ragged_batch
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, latent_backend
 from pallas_kernels.mla_attention.reference import latent_attention, latent_update
+from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention
 
 pytestmark = pytest.mark.device
@@ -53,7 +54,7 @@ def latent_batch(dtype=jnp.float32, **case):
 )
 def test_equals_the_oracle(name: str, lanes: int) -> None:
     batch, cache, latents = latent_batch(**CASES[name])
-    backend = BlockedLatentBackend(lanes)
+    backend = BlockedLatentBackend(lanes, as_integers=lanes == 1)
     stored = backend.kv_cache_shape(*cache.shape[:2], 1, LATENT)[-1]
     assert stored == (LATENT if lanes == 1 else 128)
     wide = jnp.pad(cache, ((0, 0), (0, 0), (0, stored - LATENT)), constant_values=jnp.nan)
@@ -99,3 +100,32 @@ def test_every_platform_has_a_backend() -> None:
         backend, why_not = latent_backend(platform)
         assert backend.kv_cache_shape(7, 16, 1, 576) == (7, 16, stored)
         assert why_not == f"there is no {platform.upper()} kernel for latent attention (MLA) yet"
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.timeout(900)
+def test_tpus_do_not_copy_the_cache() -> None:
+    """DeepSeek-V3's sizes, compiled ahead of time: what a layer needs is small beside its cache."""
+    pytest.importorskip("libtpu", reason="libtpu, the TPU's compiler, is not installed (the tpu extra)")
+    from jaxserve.plan.hardware import find_topology
+
+    device = jax.sharding.SingleDeviceSharding(find_topology("v6e-4").devices()[0])
+    tokens, width, num_blocks = 128, 64, 3000
+
+    def abstract(*shape: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    each = abstract(tokens)
+    metadata = AttentionMetadata(
+        each, abstract(tokens, width), abstract(tokens + 1), abstract(3), each, each, each
+    )
+    backend, _ = latent_backend("tpu")
+    q, latents, cache = (
+        abstract(*shape, dtype=jnp.bfloat16)
+        for shape in ((tokens, 16, 576), (tokens, 576), backend.kv_cache_shape(num_blocks, 128, 1, 576))
+    )
+    attend = jax.jit(partial(backend.update_and_attend, scale=0.1, value_size=512), donate_argnums=2)
+    memory = attend.lower(q, latents, cache, metadata).compile().memory_analysis()
+    cache_bytes = num_blocks * 128 * 640 * 2
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes // 8
