@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -13,8 +14,10 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.engine import llm as llm_module
-from jaxserve.errors import OutOfMemoryError
+from jaxserve.engine.core import EngineCore
+from jaxserve.errors import ConfigError, OutOfMemoryError
 
 pytestmark = pytest.mark.device
 
@@ -85,6 +88,39 @@ def test_an_interrupted_call_does_not_keep_its_llm(tiny_model, monkeypatch):
     llm = build(tiny_model)
     assert device_bytes() < before + 1.1 * size
     llm.close()
+
+
+def run_cell(source: str, namespace: dict[str, Any]) -> None:
+    """As a notebook runs one: its source is where tracebacks look for it."""
+    name = f"<cell {source}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), namespace)
+
+
+def test_a_cell_that_runs_again_needs_the_memory_of_one(tiny_model, monkeypatch):
+    before, at_start = device_bytes(), []
+
+    def create_core(config: EngineConfig) -> EngineCore:
+        at_start.append(device_bytes() - before)
+        return whole(config)
+
+    whole = llm_module.create_core
+    monkeypatch.setattr(llm_module, "create_core", create_core)
+    namespace: dict[str, Any] = {"LLM": LLM, "model": str(tiny_model), "options": ENGINE}
+    assign, print_only = "x = 1\nllm = LLM(\n    model, **options\n)\n", "LLM(model, **options).close()\n"
+    run_cell(assign, namespace)
+    size = held_by(namespace["llm"])
+    with pytest.raises(ConfigError):
+        run_cell("llm = LLM(model, max_num_sequences=3)", namespace)
+    assert "llm" in namespace, "what is refused replaces nothing"
+    run_cell(print_only, namespace)
+    run_cell(assign, namespace)
+    kept = namespace["kept"] = namespace["llm"]
+    run_cell(assign, namespace)
+    assert [round(used / size) for used in at_start] == [0, 1, 0, 1]
+    assert len(kept.generate("hello", PARAMS, use_tqdm=False)) == 1, "somebody else refers to it"
+    kept.close()
+    namespace["llm"].close()
 
 
 def test_a_start_that_fails_frees_what_it_loaded(tiny_model, monkeypatch):

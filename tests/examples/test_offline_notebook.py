@@ -109,3 +109,12 @@ def test_a_kernels_interrupt(kernel, tmp_path):
     kind, printed = run(client, "print((size() - before) / (one - before))")
     assert kind == "ok"
     assert float(printed) < 1.1
+    # A cell that assigns another model to the name does not need the memory of both.
+    hook = "import jaxserve.engine.llm as m; whole = m.create_core; at_start = []\n"
+    hook += "m.create_core = lambda config: (at_start.append(size()), whole(config))[1]"
+    assert run(client, hook)[0] == "ok"
+    kind, printed = run(
+        client, "llm = LLM(str(folder), **options)\nprint((at_start[0] - before) / (one - before))"
+    )
+    assert kind == "ok"
+    assert float(printed) < 0.1
