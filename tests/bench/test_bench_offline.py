@@ -61,25 +61,6 @@ def test_startup(model, tmp_path):
     assert result["avg_cold_startup_time"] > 0
 
 
-def test_the_readmes_commands(model, tmp_path, monkeypatch, capsys):
-    """As written, but for the server's port."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    section = text.partition("## Measure and watch")[2].partition("\n## ")[0]
-    lines = [line.split() for line in section.splitlines() if line.startswith("jaxserve ")]
-    assert [line[1:3] for line in lines] == [
-        ["bench", "serve"], ["bench", "sweep"], ["bench", "sweep"], ["top", "--once"]
-    ]  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    options = {"engine": {"max_model_len": 4096}, "runner": {"num_blocks": 4000, "max_model_len": 4096}}
-    with server_process(Path(model), **options) as server:
-        for line in lines:
-            there = {"serve": ["--base-url", server.url], "--once": ["--url", server.url]}
-            more = there.get(line[2], [] if "--plot" in line else ["--base-url", server.url])
-            assert main([*line[1:], *more]) == 0, line
-    assert (tmp_path / "curve.html").exists()
-    assert "jaxserve top" in capsys.readouterr().out
-
-
 def test_sweep(model, tmp_path):
     options = {"engine": {"max_model_len": 512}, "runner": {"num_blocks": 500, "step_seconds": 0.005}}
     with server_process(Path(model), **options) as server:
