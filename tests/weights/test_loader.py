@@ -93,7 +93,7 @@ def test_several_files(tmp_path: Path) -> None:
 def test_each_device_gets_its_shard(tmp_path: Path) -> None:
     files = resolve_model(str(write_tiny_checkpoint(tmp_path, "qwen2", tokenizer=False)))
     mesh = make_mesh(2)
-    model = build(files.config, OracleBackend(), jnp.float32, 2, mesh=mesh)
+    model = build(files.config, OracleBackend(), jnp.float32, 2)
     params = load_params(model.specs, model.weight_map, files, mesh=mesh)
     for name, abstract in model.abstract_params(mesh).items():
         assert params[name].sharding == abstract.sharding
