@@ -6,22 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_runner import FakeRunner
 from server_process import server_process
 from tiny_checkpoints import write_tiny_checkpoint
 
+import jaxserve.engine.llm as llm_module
+from jaxserve.cli import bench
 from jaxserve.cli.main import main
+from jaxserve.config import EngineConfig
+from jaxserve.engine.core import EngineCore
 
-pytestmark = [pytest.mark.slow, pytest.mark.device]
-ENGINE = (
-    "--max-model-len",
-    "128",
-    "--max-num-seqs",
-    "4",
-    "--max-num-batched-tokens",
-    "32",
-    "--log-level",
-    "warning",
-)
+ENGINE = ("--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "8")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +24,19 @@ def model(tmp_path_factory):
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("offline") / "llama"))
 
 
-def test_throughput_and_latency(model, tmp_path, capsys):
+@pytest.fixture
+def fake_device(monkeypatch):
+    """LLM without a device; all else of it is real."""
+
+    def create_core(config: EngineConfig) -> EngineCore:
+        return EngineCore(config.with_defaults_for("cpu"), FakeRunner(vocab_size=320))
+
+    monkeypatch.setattr(llm_module, "create_core", create_core)
+    # Its effects on this process would disturb pytest's own handlers.
+    monkeypatch.setattr(bench, "configure_logging", lambda *_: None)
+
+
+def test_throughput_and_latency(fake_device, model, tmp_path, capsys):
     file = tmp_path / "result.json"
     flags = ["--model", model, "--disable-tqdm", "--output-json", str(file), *ENGINE]
     lengths = ["--input-len", "20", "--output-len", "6"]
@@ -52,6 +59,8 @@ def test_throughput_and_latency(model, tmp_path, capsys):
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
+@pytest.mark.slow
+@pytest.mark.device
 def test_startup(model, tmp_path):
     file = tmp_path / "result.json"
     counts = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]
@@ -61,6 +70,7 @@ def test_startup(model, tmp_path):
     assert result["avg_cold_startup_time"] > 0
 
 
+@pytest.mark.slow
 def test_sweep(model, tmp_path):
     options = {"engine": {"max_model_len": 512}, "runner": {"num_blocks": 500, "step_seconds": 0.005}}
     with server_process(Path(model), **options) as server:
