@@ -117,7 +117,7 @@ def engine(model: Path, size: int, coordinator: int = 0) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("hosts") / "llama")
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("hosts") / "llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
