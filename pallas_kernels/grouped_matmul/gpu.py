@@ -8,8 +8,8 @@ Central ideas:
 * One persistent grid over a list of tiles (``gpu_work``) by blocks of outputs, a block of all tiles' next to another:
   CTAs that run at the same time share rows and matrices in the L2. One warpgroup loads, running ahead over the ends
   of items; two multiply.
-* Tiles may begin and end with rows of other groups, which are computed and not stored: eight rows leave shared memory
-  at a time where all of them are the group's, one at a time where not.
+* Tiles may begin and end with rows of other groups, which are computed and not stored: rows leave shared memory by
+  eights where all of them are the group's, one at a time where not.
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
     config, step_size = case.config, case.step
     stages = config.stages * config.step // step_size
     num_steps = case.inner // step_size
+    pieces_at_once = min(4, config.widths[-1] // ALIGNED)
 
     def grouped_matmul(items, count, lhs, rhs, out, *, weights_s, tokens_s, out_s, row_s, full, free):
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -282,23 +283,37 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 out_s.at[warpgroup, pl.ds(0, width)].T[...] = result.astype(dtype)
                 plgpu.commit_smem()
 
-                def one_piece(piece, _):
+                def copy_pieces(piece, pieces):
+                    size = pieces * ALIGNED
+                    rows = pl.ds(pl.multiple_of(piece * ALIGNED, ALIGNED), size)
+                    target = pl.ds(pl.multiple_of(first + piece * ALIGNED, ALIGNED), size)
+                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, rows], out.at[target, pl.ds(output, ROWS)])
+
+                whole_from, whole_to = pl.cdiv(begin, ALIGNED), lax.div(end, ALIGNED)
+                several = lax.div(jnp.maximum(whole_to - whole_from, 0), pieces_at_once)
+                lax.fori_loop(
+                    0,
+                    several,
+                    lambda i, _: copy_pieces(whole_from + i * pieces_at_once, pieces_at_once),
+                    None,
+                )
+                lax.fori_loop(
+                    whole_from + several * pieces_at_once,
+                    whole_to,
+                    lambda piece, _: copy_pieces(piece, 1),
+                    None,
+                )
+
+                def one_end(i, _):
+                    piece = lax.div(jnp.where(i == 0, begin, end), ALIGNED)
                     row = piece * ALIGNED
-                    whole = (begin <= row) & (end >= row + ALIGNED)
+                    some = (begin > row) | (end < row + ALIGNED)
+                    again = (i == 1) & (piece == lax.div(begin, ALIGNED))
+                    pl.when(some & jnp.logical_not(again) & (end > row))(
+                        lambda: store_rows(piece, first + row, output, begin - row, end - row)
+                    )
 
-                    @pl.when(whole)
-                    def _eight():
-                        rows = pl.ds(pl.multiple_of(row, ALIGNED), ALIGNED)
-                        target = pl.ds(pl.multiple_of(first + row, ALIGNED), ALIGNED)
-                        plgpu.copy_smem_to_gmem(
-                            out_s.at[warpgroup, rows], out.at[target, pl.ds(output, ROWS)]
-                        )
-
-                    @pl.when(jnp.logical_not(whole))
-                    def _some():
-                        store_rows(piece, first + row, output, begin - row, end - row)
-
-                lax.fori_loop(lax.div(begin, ALIGNED), pl.cdiv(end, ALIGNED), one_piece, None)
+                lax.fori_loop(0, 2, one_end, None)
 
             def one_item(i, done):
                 _, first, begin, end, which, tile, steps = item(i)

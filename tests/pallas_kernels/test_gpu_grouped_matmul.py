@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import needs_mosaic_gpu, run, strict, unexpected_races
+from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpected_races
 
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.gpu_work import Item, list_tiles, padded_rows
@@ -17,11 +17,15 @@ from pallas_kernels.grouped_matmul.gpu_work import Item, list_tiles, padded_rows
 pytestmark = pytest.mark.device
 
 CASES = {
-    # rows, sizes, outputs, inner
-    "groups that share eight rows, an empty one, padding": (48, [3, 0, 22, 7], 192, 128),
-    "one huge group": (50, [0, 50], 128, 64),
-    "one row": (1, [0, 1], 64, 128),
-    "nothing": (16, [0, 0, 0], 128, 64),
+    # rows, outputs, inner, blocks, sizes
+    "an odd block of outputs": (
+        48,
+        192,
+        128,
+        2,
+        [[3, 0, 22, 7], [0, 48, 0, 0], [0, 0, 0, 0], [8, 13, 3, 24]],
+    ),
+    "one row": (1, 64, 64, 1, [[0, 1]]),
 }
 
 
@@ -36,23 +40,24 @@ def config(blocks: int = 1) -> Any:
 def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
 
-    num_rows, sizes, outputs, inner = CASES[name]
+    num_rows, outputs, inner, blocks, every_sizes = CASES[name]
     rng = np.random.default_rng(0)
-    lhs = rng.standard_normal((num_rows, inner))
-    lhs[sum(sizes) :] = np.nan
-    lhs = jnp.asarray(lhs, jnp.bfloat16)
-    rhs = jnp.asarray(rng.standard_normal((len(sizes), outputs, inner)), jnp.bfloat16)
-    rhs = jnp.where((jnp.asarray(sizes) == 0)[:, None, None], jnp.nan, rhs)  # nobody reads these
-    group_sizes = jnp.asarray(sizes, jnp.int32)
-    multiply = GpuGroupedMatmul(
-        num_sms=2, config=config(blocks=2 if outputs > 128 else 1), interpret=strict()
-    )
-    found = run(multiply, lhs, rhs, group_sizes)
-    assert found.dtype == jnp.bfloat16
-    expected = reference.grouped_matmul(jnp.nan_to_num(lhs), jnp.nan_to_num(rhs), group_sizes)
-    found = np.asarray(found, np.float32)
-    np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.1)
-    np.testing.assert_array_equal(found[sum(sizes) :], 0)
+    multiply = GpuGroupedMatmul(num_sms=2, config=config(blocks), interpret=strict())
+    compiled = None
+    for sizes in every_sizes:
+        lhs = rng.standard_normal((num_rows, inner))
+        lhs[sum(sizes) :] = np.nan
+        lhs = jnp.asarray(lhs, jnp.bfloat16)
+        rhs = jnp.asarray(rng.standard_normal((len(sizes), outputs, inner)), jnp.bfloat16)
+        rhs = jnp.where((jnp.asarray(sizes) == 0)[:, None, None], jnp.nan, rhs)  # nobody reads these
+        operands = lhs, rhs, jnp.asarray(sizes, jnp.int32)
+        compiled = compiled or jax.jit(multiply).lower(*operands).compile(COMPILER_OPTIONS)
+        found = compiled(*operands)
+        assert found.dtype == jnp.bfloat16
+        expected = reference.grouped_matmul(*map(jnp.nan_to_num, operands))
+        found = np.asarray(found, np.float32)
+        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.1, err_msg=str(sizes))
+        np.testing.assert_array_equal(found[sum(sizes) :], 0)
     assert not unexpected_races(capsys.readouterr().out)
 
 
