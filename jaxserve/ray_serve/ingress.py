@@ -85,7 +85,9 @@ class RoutedResponse(Response):
             await Relay(scope, send, self._replicas).run(replace(call, hashes=prefix_hashes(body)))
 
     async def _gather(self, call: HTTPCall, merge: Merge) -> Response:
-        results: list[Any] = await self._replicas.broadcast("fetch", call).results_async(return_exceptions=True)
+        results: list[Any] = await self._replicas.broadcast("fetch", call).results_async(
+            return_exceptions=True
+        )
         answers = [result for result in results if isinstance(result, Fetched)]  # the others are just dying
         refused = next((answer for answer in answers if answer.status != 200), None)
         chosen = refused or (answers[0] if answers else Fetched("", 503, [], b""))
