@@ -27,9 +27,9 @@ One contract (`pallas_kernels/dispatch.py`), chosen at start-up by platform and 
 device's kernels cannot do takes the portable path with a log line that says why. A cache type that the user asked for
 and that alone keeps a model off the kernels is refused, with what to set instead.
 
-Latent attention (MLA, of DeepSeek-V2 and V3) has a contract of its own (`pallas_kernels/mla_attention/dispatch.py`): one
-cache of latents, in bfloat16, float16 or float32, without windows, caps or sinks. It has no kernels yet: on TPUs and GPUs
-it takes the portable path, with a log line that says so. The table below is of the other kind.
+Latent attention (MLA, of DeepSeek-V2 and V3) has a contract of its own (`pallas_kernels/mla_attention/dispatch.py`):
+one cache of latents, in bfloat16, float16 or float32, without windows, caps or sinks. It has no kernels yet: on TPUs
+and GPUs it takes the portable path, with a log line that says so. The table below is of the other kind.
 
 Caches of one byte an element:
 

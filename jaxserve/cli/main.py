@@ -22,7 +22,10 @@ COMMANDS = {
     "complete": ("jaxserve.cli.complete", "Let a server complete a text."),
     "top": ("jaxserve.cli.top", "Watch a server in the terminal."),
     "bench": ("jaxserve.cli.bench", "Measure a server, offline generation, or starts."),
-    "plan": ("jaxserve.cli.plan", "Say what a model needs on a TPU slice or GPU node, and compile it for one."),
+    "plan": (
+        "jaxserve.cli.plan",
+        "Say what a model needs on a TPU slice or GPU node, and compile it for one.",
+    ),
     "convert": ("jaxserve.cli.convert", "Save a model in the form that an engine starts from fastest."),
     "check-invariance": (
         "jaxserve.cli.check_invariance",

@@ -25,6 +25,7 @@ from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
+BLOCKED_LATENTS = BlockedLatentBackend()
 Params = dict[str, jax.Array]
 """Parameter name (``layers.0.attention.qkv``) to array: flat, so that dispatch walks few nodes."""
 
@@ -139,7 +140,7 @@ def build(
     weight_first: bool = False,
     batch_invariant: bool = False,
     kv_cache_dtype: Any = None,
-    latent_backend: LatentBackend = BlockedLatentBackend(),
+    latent_backend: LatentBackend = BLOCKED_LATENTS,
     grouped_matmul: GroupedMatmul = PORTABLE,
 ) -> Model:
     """Build a model from its config.json: no array is made.

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "block_size": 16,
 }  # fmt: skip
 PROMPTS = [[(7 * i + j) % 300 for j in range(2 + 7 * i)] for i in range(10)]
-PROMPTS.append(PROMPTS[-1][:48] + [5, 6])  # shares blocks with the one before
+PROMPTS.append([*PROMPTS[-1][:48], 5, 6])  # shares blocks with the one before
 
 
 def sampling(index: int) -> SamplingParams:
