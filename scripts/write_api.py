@@ -51,7 +51,7 @@ OpenAI's.
 | `GET /v1/models`, `GET /v1/models/{name}` | the names under which the model is served |
 | `GET /health`, `GET` or `POST /ping` | 200 while the engine lives, else 503; open without an API key |
 | `GET /metrics`, `GET /version`, `GET /load` | for operators |
-| `POST /start_profile`, `POST /stop_profile` | a JAX profile of the engine, into its `--profiler-dir`; refused without |
+| `POST /start_profile`, `POST /stop_profile` | a JAX profile of the engine, into its `--profiler-dir` |
 | `GET /server_info`, `POST /reset_prefix_cache` | in development mode only (`--enable-dev-mode`) |
 
 `jaxserve run-batch -i in.jsonl -o out.jsonl` answers OpenAI batch files (chat and completions) without a server.
