@@ -33,10 +33,10 @@ SWEEP = {
     4096: [
         dict(widths=(24, 48, 80, 128, 144, 160), blocks=2, step=64, stages=3),
         dict(widths=(64, 128, 144, 160), blocks=2, step=64, stages=3),
-        dict(widths=(64, 128, 144), blocks=2, step=64, stages=4),
-        dict(widths=(64, 96, 128, 144), blocks=2, step=128, stages=2),
+        dict(widths=(64, 128, 144), blocks=2, step=64, stages=3),
+        dict(widths=(64, 96, 128), blocks=2, step=128, stages=2),
         dict(widths=(64, 128, 192, 256), blocks=1, step=64, stages=3),
-        dict(widths=(64, 128, 192, 256), blocks=1, step=128, stages=1),
+        dict(widths=(64, 96, 128, 160, 192), blocks=1, step=64, stages=4),
         dict(widths=(64, 128), blocks=2, step=64, stages=4),
     ],
 }

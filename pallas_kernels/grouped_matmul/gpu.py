@@ -47,7 +47,7 @@ class Config:
         widths: tokens of a tile, ascending multiples of 8 up to 256: each has code of its own.
         blocks: blocks of 64 outputs that one multiplying warpgroup computes of a tile.
         step: contracted elements loaded at a time, 64 or a multiple; 64 where it does not divide them.
-        stages: steps in flight.
+        stages: steps in flight, 2 or more.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -65,6 +65,10 @@ class Config:
             raise ValueError(f"widths ascend, unlike {self.widths}")
         if self.step % ROWS or self.step > 256:
             raise ValueError(f"step is a multiple of {ROWS} up to 256, not {self.step}")
+        if self.stages < 2:
+            raise ValueError(
+                "stages are 2 or more: a step's memory is free once the next one's product has begun"
+            )
         # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
         if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
             raise ValueError(f"{self} gives out more registers than a CTA has")

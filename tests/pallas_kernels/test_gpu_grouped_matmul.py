@@ -127,10 +127,10 @@ def test_configurations_that_cannot_run_are_refused() -> None:
     wrong = [
         dict(widths=(8, 12)), dict(widths=(16, 8)), dict(widths=()), dict(widths=(264,)), dict(widths=(8,), step=96),
         dict(widths=(256,), blocks=2), dict(widths=(64,), step=128, stages=8),
-        dict(widths=(8,), consumer_registers=240),
+        dict(widths=(8,), consumer_registers=240), dict(widths=(8,), stages=1),
     ]  # fmt: skip
     for each in wrong:
-        with pytest.raises(ValueError, match=r"width|step|register|memory"):
+        with pytest.raises(ValueError, match=r"width|step|register|memory|stages"):
             Config(**each)
     assert CONSUMERS == 2
     assert supported(1536, 2048, "float16") is None
