@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.engine.llm import LLM
 from jaxserve.engine.protocol import Prompt
+from jaxserve.metrics.snapshot import Counter
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -81,7 +82,7 @@ class Workload:
 
     def targets(self) -> list[Target]:
         """Greedy and random requests of many lengths, with log probabilities."""
-        kinds = [
+        kinds: list[dict[str, Any]] = [
             {"temperature": 0.0},
             {"temperature": 1.0, "top_p": 0.9},
             {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.2},
@@ -238,11 +239,13 @@ def _other_engine(
         for outputs in (_run(llm, targets), _mixed(llm, workload, targets, size)):
             for output, bits in zip(outputs, expected, strict=True):
                 finding.compare(output, bits)
-        preemptions = next(
-            metric for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions"
+        preemptions = sum(
+            metric.value
+            for metric in llm.get_metrics()
+            if isinstance(metric, Counter) and metric.name == "jaxserve:num_preemptions"
         )
     if "num_gpu_blocks_override" in overrides:
-        finding.note = f"{preemptions.value:.0f} preemptions"
+        finding.note = f"{preemptions} preemptions"
     return finding
 
 

@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line a condition. The exit code is 1 if any output differed by a bit."""
-    for name, values in (("company", arguments.company), ("rounds", [arguments.rounds])):
-        if min(values) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {min(values)}.", param=name)
+    numbers: dict[str, list[int]] = {"company": arguments.company, "rounds": [arguments.rounds]}
+    for name, given in numbers.items():
+        if min(given) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {min(given)}.", param=name)
     values: dict[str, Any] = {"log_level": "warning", **flags_given(ENGINE_CONFIGS, arguments)}
     values.setdefault("model", arguments.positional_model)
     configure_logging(values["log_level"])
@@ -38,10 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     mode = "on" if values.get("batch_invariant") else "off"
     print(f"batch_invariant is {mode}. Outputs with tokens and log probabilities, compared bit for bit:")
+
+    def make_llm(**overrides: Any) -> LLM:
+        return LLM(**{**values, **overrides})
+
     failed = False
-    for finding in check_invariance(
-        lambda **overrides: LLM(**{**values, **overrides}), company=arguments.company, rounds=arguments.rounds
-    ):
+    for finding in check_invariance(make_llm, company=arguments.company, rounds=arguments.rounds):
         verdict = "same" if not finding.different else f"{finding.different} differ"
         if finding.other_tokens:
             verdict += f", {finding.other_tokens} in their tokens"
