@@ -262,17 +262,22 @@ class Followers:
                     raise ConfigError(
                         f"Hosts {missing} did not join within {JOIN_SECONDS:g} s.", param="nnodes"
                     ) from None
-                sock.settimeout(HELLO_SECONDS)
                 self._admit(sock, address.removeprefix("::ffff:"))
-                sock.settimeout(None)
         for rank, channel in self._channels.items():
             channel.send(Welcome())
             channel.listen(self._listener(rank), end_engine)
 
     def _admit(self, sock: socket.socket, address: str) -> None:
+        """Take in a host, or hang up on whoever else it is.
+
+        Raises:
+            ConfigError: it is a host, and does not fit.
+        """
         channel = HostChannel(sock, ToLeader, address)
         try:
+            sock.settimeout(HELLO_SECONDS)
             hello = channel.receive()
+            sock.settimeout(None)
         except (OSError, msgspec.MsgspecError) as error:
             logger.warning("A connection from %s is no host of this engine: %s", address, error)
             channel.close()

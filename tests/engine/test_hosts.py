@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,31 @@ def test_a_follower_makes_the_same_calls_in_the_same_order(team: Callable[..., T
     assert pair.ends == []
     with pytest.raises(EngineDeadError, match="restart"):
         leader.recover()
+
+
+def test_a_stranger_at_the_port_does_not_end_the_start(
+    team: Callable[..., Team], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = follower_module._connect
+
+    def after_strangers(config: EngineConfig, where: Hosts) -> host_channel.HostChannel:
+        for greeting in (b"", b"\x04\x00\x00\x00GET "):
+            while True:
+                try:
+                    with socket.create_connection((where.address, where.port + 1), timeout=60) as stranger:
+                        stranger.sendall(greeting)
+                        break
+                except ConnectionRefusedError:  # host 0 does not listen yet
+                    time.sleep(0.01)
+        return connect(config, where)
+
+    monkeypatch.setattr(follower_module, "_connect", after_strangers)
+    pair = team(RecordingRunner(info()))
+    pair.followers.gather()
+    leader = LeaderRunner(RecordingRunner(info()), pair.followers)
+    assert leader.initialize() == info()
+    leader.close()
+    assert pair.wait() == 0
 
 
 def test_a_host_that_differs_is_refused_by_name(team: Callable[..., Team]) -> None:
