@@ -390,6 +390,7 @@ class JaxModelRunner:
         return repr((
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
             sorted(map(repr, self.model.attention_options)), self.config.parallel_config,
+            self.config.compilation_config.batch_invariant,
         ))  # fmt: skip
 
     def _warm_up(self) -> None:

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.model_runner import JaxModelRunner
+from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore, prune
 
 pytestmark = pytest.mark.device
@@ -103,3 +106,19 @@ def test_the_longest_unused_go_first(tmp_path, monkeypatch):
     prune(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"a", "b"}
     prune(None)
+
+
+def test_programs_that_compute_in_another_order_have_keys_of_their_own():
+    """Invariant programs have the shapes, the backend's name and the parameters of the others."""
+    hf_config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    descriptions: list[str] = []
+    for batch_invariant in (False, True):
+        config = EngineConfig.from_kwargs(batch_invariant=batch_invariant)
+        runner = JaxModelRunner(config.with_defaults_for("cpu"))
+        runner.placement = Placement()
+        runner._choose_model(hf_config)
+        descriptions.append(runner._program_description())
+    assert descriptions[0] != descriptions[1]
