@@ -97,7 +97,8 @@ def restore_params(
     store = _Store(folder)
     wanted = sources_by_target(specs, weight_map)
     store.check(weight_map)
-    alike = {name for name, spec in specs.items() if store.is_alike(name, spec, wanted[name])}
+    # In the order of specs, not of a set: all hosts read alike.
+    alike = [name for name, spec in specs.items() if store.is_alike(name, spec, wanted[name])]
     groups: dict[int, list[str]] = collections.defaultdict(list)
     for name in alike:
         groups[store.params[name]["group"]].append(name)
@@ -105,7 +106,7 @@ def restore_params(
     for number, names in groups.items():
         shardings = {name: _sharding(specs[name], mesh, rules) for name in names}
         params |= _restore_group(folder, number, {name: (specs[name], shardings[name]) for name in names})
-    for name in specs.keys() - alike:
+    for name in [name for name in specs if name not in params]:
         sharding = None if mesh is None else named_sharding(mesh, specs[name].axes, rules)
         params[name] = place_shards(specs[name], wanted[name], store.reader(), sharding)
     return {name: params[name] for name in specs}
