@@ -20,16 +20,22 @@ def stored_kv_heads(num_heads: int, num_kv_heads: int, tensor_parallel_size: int
     """KV heads stored: each is replicated when the tensor-parallel size exceeds their number.
 
     Raises:
-        ConfigError: when the heads cannot be split evenly.
+        ConfigError: when the heads cannot be split evenly, with the sizes that can.
     """
     stored = max(num_kv_heads, tensor_parallel_size)
-    if stored % tensor_parallel_size or stored % num_kv_heads or num_heads % stored:
+    if not _splits(num_heads, num_kv_heads, tensor_parallel_size):
+        fitting = [str(n) for n in range(1, num_heads + 1) if _splits(num_heads, num_kv_heads, n)]
         raise ConfigError(
             f"tensor_parallel_size {tensor_parallel_size} does not split {num_heads} query heads and "
-            f"{num_kv_heads} key/value heads evenly.",
+            f"{num_kv_heads} key/value heads evenly; sizes that do: {', '.join(fitting)}.",
             param="tensor_parallel_size",
         )
     return stored
+
+
+def _splits(num_heads: int, num_kv_heads: int, tensor_parallel_size: int) -> bool:
+    stored = max(num_kv_heads, tensor_parallel_size)
+    return not (stored % tensor_parallel_size or stored % num_kv_heads or num_heads % stored)
 
 
 class Attention(nnx.Module):

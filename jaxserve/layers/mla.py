@@ -154,11 +154,13 @@ def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
     """Refuse a number of heads that cannot be split evenly.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming both, and the sizes that fit.
     """
     if num_heads % tensor_parallel_size:
+        fitting = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide the {num_heads} query heads.",
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the {num_heads} query heads; sizes that do: "
+            f"{', '.join(fitting)}.",
             param="tensor_parallel_size",
         )
 

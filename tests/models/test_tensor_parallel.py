@@ -84,7 +84,7 @@ def test_shared_tokens_change_no_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "size, overrides, message",
     [
-        (3, {}, "does not split 4 query heads and 2 key/value heads"),
+        (3, {}, "does not split 4 query heads and 2 key/value heads evenly; sizes that do: 1, 2, 4"),
         (4, {"num_key_value_heads": 2, "num_attention_heads": 2}, "does not split 2 query heads"),
         (2, {"intermediate_size": 97}, "does not divide the feed-forward size 97"),
     ],
