@@ -31,9 +31,18 @@ def sweep_traffic(
 
 
 async def run_sweep(
-    benchmark: ServeBenchmark, loads: Sequence[Traffic], say: Callable[[str], object] = print
-) -> list[dict[str, Any]]:
-    """Run a benchmark under each load, one after another; the results without their per-request fields."""
+    benchmark: ServeBenchmark,
+    loads: Sequence[Traffic],
+    keep: Callable[[list[dict[str, Any]]], object],
+    say: Callable[[str], object] = print,
+) -> None:
+    """Run a benchmark under each load, one after another.
+
+    Args:
+        benchmark, loads: what is run.
+        keep: gets the results so far after each load, without their per-request fields.
+        say: where progress goes.
+    """
     results: list[dict[str, Any]] = []
     async with benchmark:
         for load in loads:
@@ -41,7 +50,7 @@ async def run_sweep(
             say(f"\n{load.request_rate:g} requests/s{limit}")
             result = await benchmark.run(load)
             results.append({name: value for name, value in result.items() if name not in DETAILS})
-    return results
+            keep(results)
 
 
 @dataclass(frozen=True)

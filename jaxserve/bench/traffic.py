@@ -37,7 +37,9 @@ class Traffic:
         if not self.request_rate > 0:
             raise ConfigError(f"request_rate must be above 0, got {self.request_rate}.", param="request_rate")
         if not self.burstiness > 0 or isinf(self.burstiness):
-            raise ConfigError(f"burstiness must be above 0, got {self.burstiness}.", param="burstiness")
+            raise ConfigError(
+                f"burstiness must be above 0 and finite, got {self.burstiness}.", param="burstiness"
+            )
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(
                 f"max_concurrency must be at least 1, got {self.max_concurrency}.", param="max_concurrency"
@@ -65,7 +67,7 @@ class Traffic:
         rng = np.random.default_rng(seed)
         gaps = rng.gamma(self.burstiness, 1 / (rates * self.burstiness))
         times = np.cumsum(gaps)
-        if self.ramp_up is None:
+        if self.ramp_up is None and times[-1] > 0:
             # A sample's mean differs from the rate that was asked for; runs are compared by that.
             times *= count / self.request_rate / times[-1]
         return times.tolist()

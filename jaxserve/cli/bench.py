@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import importlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from math import inf
@@ -19,7 +19,7 @@ from jaxserve.bench.report import ReportConfig, parse_goodput
 from jaxserve.bench.serve import ServeBenchmark, ServeConfig, result_path, save_result
 from jaxserve.bench.sweep import Curve
 from jaxserve.bench.traffic import Traffic
-from jaxserve.cli.client import API_KEY_VARIABLES
+from jaxserve.cli.client import environment_key
 from jaxserve.cli.serve import PACKAGED_MODEL_NAME
 from jaxserve.config import ENGINE_CONFIGS, EngineConfig
 from jaxserve.config.cli_flags import add_config_flags, flags_given
@@ -68,6 +68,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="/start_profile before the run, /stop_profile after it"
     )
     parser.add_argument("--save-result", action="store_true", help="write the results as JSON")
+    parser.add_argument(
+        "--save-detailed", action="store_true", help="keep times, lengths and texts of each request"
+    )
     parser.add_argument(
         "--append-result", action="store_true", help="add the results to the file, a line a run"
     )
@@ -183,9 +186,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--metric-percentiles", default="99", help="such as 50,90,99 (default: %(default)s)")
     results.add_argument(
         "--goodput", nargs="+", default=[], metavar="KEY:MS", help="limits such as ttft:200 tpot:50 e2el:5000"
-    )
-    results.add_argument(
-        "--save-detailed", action="store_true", help="keep times, lengths and texts of each request"
     )
     results.add_argument("--result-dir", help="folder of the results (default: the current one)")
     results.add_argument("--result-filename", help="name of the results' file")
@@ -411,11 +411,13 @@ def run_sweep_command(arguments: argparse.Namespace) -> int:
         arguments.request_rates, arguments.max_concurrencies, arguments.burstiness, arguments.max_concurrency
     )
     benchmark = serve_benchmark(arguments)
-    results = run_in_loop(lambda: sweep.run_sweep(benchmark, loads))
     name = arguments.label or arguments.backend
-    default = f"sweep-{name}-{results[0]['date']}.json"
+    default = f"sweep-{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
     path = Path(arguments.result_dir or ".") / (arguments.result_filename or default)
-    sweep.write_sweep(path, name, results)
+    # After each load: what is measured stays, whatever becomes of the next one.
+    run_in_loop(
+        lambda: sweep.run_sweep(benchmark, loads, lambda so_far: sweep.write_sweep(path, name, so_far))
+    )
     print(f"\nResults: {path}")
     _draw([sweep.read_curve(path)], path, arguments)
     return 0
@@ -468,9 +470,9 @@ def _bracketed(host: str) -> str:
 def _headers(pairs: Sequence[str]) -> dict[str, str]:
     """The headers given; without an authorization among them, the environment's key."""
     headers = {name.lower(): value for name, value in (_pair(pair, "header") for pair in pairs)}
-    key = next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
+    key = environment_key()
     if key and "authorization" not in headers:
-        headers["authorization"] = f"Bearer {key.split(',')[0].strip()}"
+        headers["authorization"] = f"Bearer {key}"
     return headers
 
 

@@ -79,7 +79,7 @@ def connected(arguments: argparse.Namespace) -> Generator[Client, None, None]:
     Raises:
         ServerError: there is no server, or it refuses.
     """
-    key = arguments.api_key or next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
+    key = arguments.api_key or environment_key()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     url = arguments.url.rstrip("/")
@@ -94,6 +94,12 @@ def connected(arguments: argparse.Namespace) -> Generator[Client, None, None]:
         ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"The connection to {arguments.url} failed: {error}") from None
+
+
+def environment_key() -> str | None:
+    """The API key that the environment names; of several, which a server's variable may hold, the first."""
+    given = next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), "")
+    return next((key.strip() for key in given.split(",") if key.strip()), None)
 
 
 def print_pieces(pieces: Iterator[str]) -> tuple[str, bool]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.cli.client import API_KEY_VARIABLES
+from jaxserve.cli.client import API_KEY_VARIABLES, environment_key
 from jaxserve.errors import ConfigError, JaxserveError
 
 DEFAULT_URL = "http://localhost:8000"
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.interval > 0:
         raise ConfigError(f"interval must be above 0, got {arguments.interval}.", param="interval")
-    key = arguments.api_key or next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
+    key = arguments.api_key or environment_key()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = arguments.url.rstrip("/").removesuffix("/v1")
     with httpx.Client(headers=headers, timeout=HTTP_SECONDS) as http:
@@ -158,11 +158,14 @@ def read(http: httpx.Client, url: str) -> Sample:
     """
     try:
         response = http.get(url + "/metrics")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise JaxserveError(f"No server answers at {url}: {error}") from None
     if response.status_code != 200:
         raise JaxserveError(f"{url}/metrics answers with HTTP {response.status_code}: {response.text[:200]}")
-    sample = parse(response.text)
+    try:
+        sample = parse(response.text)
+    except ValueError:  # some other page
+        sample = Sample(0.0, {})
     if PREFIX + "num_requests_running" not in sample.values:
         raise JaxserveError(f"{url}/metrics has no metrics of jaxserve.")
     return sample

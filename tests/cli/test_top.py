@@ -169,5 +169,9 @@ def test_no_server_and_no_metrics(server, capsys):
     assert "No server answers" in capsys.readouterr().err
     assert main(["top", "--url", server.url + "/nowhere"]) == 1
     assert "HTTP 404" in capsys.readouterr().err
+    assert main(["top", "--url", server.url + "/version?"]) == 1
+    assert "no metrics of jaxserve" in capsys.readouterr().err
+    assert main(["top", "--url", "http://[::1"]) == 1
+    assert "No server answers" in capsys.readouterr().err
     assert main(["top", "--url", server.url, "--interval", "0"]) == 1
     assert "interval must be above 0" in capsys.readouterr().err
