@@ -13,7 +13,7 @@ from jaxserve.logs import configure_logging
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "positional_model", metavar="MODEL", nargs="?", default="",
+        "positional_model", metavar="MODEL", nargs="?",
         help="Hugging Face folder, hub id, or .gguf file. Default: the packaged SmolLM2.",
     )  # fmt: skip
     parser.add_argument(
@@ -31,7 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
         if min(given) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {min(given)}.", param=name)
     values: dict[str, Any] = {"log_level": "warning", **flags_given(ENGINE_CONFIGS, arguments)}
-    values.setdefault("model", arguments.positional_model)
+    named, positional = values.get("model"), arguments.positional_model
+    if named is not None and positional not in (None, named):
+        raise ConfigError(f"Two models are named: {positional!r} and --model {named!r}.", param="model")
+    values["model"] = named or positional or ""
     configure_logging(values["log_level"])
     # The engine's code is imported after the command line is known to be right.
     from jaxserve.bench.invariance import check_invariance
