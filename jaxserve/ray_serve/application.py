@@ -53,7 +53,10 @@ def build(arguments: Mapping[str, Any]) -> Any:
     words: list[str] = []
     for name, value in arguments.items():
         words += _flag(name, value)
-    return build_application(*configs(parser.parse_args(words)))
+    engine, server, ray_config = configs(parser.parse_args(words))
+    if server.page is None:
+        server = replace(server, page=False)  # where Serve's proxy listens is not known here
+    return build_application(engine, server, ray_config)
 
 
 def build_application(engine: EngineConfig, server: ServerConfig, ray_config: RayServeConfig) -> Any:

@@ -240,4 +240,6 @@ GATHERED: dict[str, Merge] = {
     "/metrics": merge_metrics,
     "/load": sum_loads,
     "/reset_prefix_cache": lambda answers: answers[0].body,
+    "/start_profile": lambda answers: answers[0].body,
+    "/stop_profile": lambda answers: answers[0].body,
 }

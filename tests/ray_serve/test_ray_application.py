@@ -41,8 +41,9 @@ def test_arguments_come_as_strings_or_values(
     seen: list[tuple[application.EngineConfig, application.ServerConfig, RayServeConfig]] = []
     monkeypatch.setattr(application, "build_application", lambda *given: seen.append(given))
     build({"model": "m", "seed": None, **words})
-    engine, _, ray = seen[0]
+    engine, server, ray = seen[0]
     assert ray.replicas == 2
+    assert server.page is False, "it may be that the whole network reaches Serve's proxy"
     assert (engine.model_config.max_model_len, engine.model_config.hf_overrides) == (1000, {"a": 1})
     assert engine.compilation_config.enforce_no_compile
 
