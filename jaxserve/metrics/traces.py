@@ -10,6 +10,7 @@ import contextvars
 import importlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,11 @@ SERVICE_NAME = "jaxserve"
 """Unless OTEL_SERVICE_NAME says otherwise."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 """W3C Trace Context: by these a client's trace goes on here."""
+_CONTEXT = (
+    re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,100})?"),
+    re.compile(r"[\x20-\x7e]{1,512}"),
+)
+"""What they look like. Anything else is not let into logs or spans."""
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
@@ -71,6 +77,17 @@ class TracedRequest:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generation_tokens: int
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
+    """The trace that a client is in, of its request's headers; None without one. A broken one is none."""
+    parent, state = (
+        value if value is not None and form.fullmatch(value) else None
+        for value, form in zip(map(headers.get, TRACE_HEADERS), _CONTEXT)
+    )
+    if parent is None:
+        return None  # without it the state means nothing
+    return {name: value for name, value in zip(TRACE_HEADERS, (parent, state)) if value is not None}
 
 
 class RequestTracer:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.errors import InvalidRequestError
 from jaxserve.logs import FIELDS
 from jaxserve.metrics.http_metrics import HTTPMetrics
-from jaxserve.metrics.traces import TRACE_HEADERS, client_trace
+from jaxserve.metrics.traces import client_trace, trace_headers
 from jaxserve.server.errors import HTTPProblem, error_response, is_anthropic
 from jaxserve.server.streaming import ClientDisconnected
 
@@ -93,7 +93,7 @@ class _Exchange:
         self._started = False
         scope.setdefault("state", {})["request_id"] = self.request_id
         # The trace that the client is in: the engine's spans go on with it. Each request has a context of its own.
-        self.trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} or None
+        self.trace = trace_headers(headers)
         client_trace.set(self.trace)
 
     def check_request_id(self) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import traces
-from jaxserve.metrics.traces import RequestTracer, TracedRequest, check_tracing
+from jaxserve.metrics.traces import RequestTracer, TracedRequest, check_tracing, trace_headers
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling_params import SamplingParams
 
@@ -92,6 +92,18 @@ def test_a_broken_context_begins_a_trace(spans):
     now = time.monotonic()
     found = spans(request(RequestMetrics(now - 1), now, parent={"traceparent": "00-nonsense"}))
     assert found["llm_request"].parent is None
+
+
+def test_a_clients_headers_are_taken_as_far_as_they_are_sound():
+    state = {"tracestate": "a=b,c@d=e"}
+    assert trace_headers({**PARENT, **state, "host": "x"}) == {**PARENT, **state}
+    later = {"traceparent": PARENT["traceparent"].replace("00", "01", 1) + "-more"}
+    assert trace_headers(later) == later
+    for broken in ("", "a" * 513, "a=\x9b1m", "a=\u00e9"):
+        assert trace_headers({**PARENT, "tracestate": broken}) == PARENT
+    for broken in ("", "x" * 60_000, PARENT["traceparent"].upper(), PARENT["traceparent"] + "\x9b"):
+        assert trace_headers({"traceparent": broken, **state}) is None
+    assert trace_headers(state) is None
 
 
 def test_what_is_missing_is_said(monkeypatch):
