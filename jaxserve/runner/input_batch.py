@@ -60,6 +60,7 @@ class InputBatch:
         self.patches = TablePatches()
         self.masked: dict[str, RowState] = {}
         self.scoring_prompt: set[str] = set()
+        """Requests whose prompts are not wholly scored."""
 
     def add(self, request: NewRequestData) -> RowState:
         """Give a request a row; its whole block table becomes patches."""

@@ -652,7 +652,7 @@ class JaxModelRunner:
         by_rank = scheduler_output.num_decode_rows_by_rank or (scheduler_output.num_decode_rows,)
         rows: list[tuple[int, str]] = []
         for rank, step in enumerate(steps):
-            first, num_decode = rank * step.bucket.num_rows, by_rank[rank] if len(steps) > 1 else by_rank[0]
+            first, num_decode = rank * step.bucket.num_rows, by_rank[rank]
             rows += [
                 (first + index, request_id)
                 for index, request_id in enumerate(step.request_ids)
@@ -689,6 +689,8 @@ class JaxModelRunner:
         ]
         num_top = state.request.sampling_params.prompt_logprobs
         assert num_top is not None
+        if first + stop - start >= state.request.num_prompt_tokens - 1:
+            batch.scoring_prompt.discard(request_id)  # the prompt is scored; its later steps are like any
         return ScoredPrompt(request_id, targets, num_top, chunks, rank * SCORE_CHUNK)
 
     def _score(self, rank: int, hidden: jax.Array, bucket: Bucket, start: int, targets: np.ndarray) -> Any:
