@@ -19,11 +19,13 @@ from typing import IO, Any
 
 import jaxserve
 from jaxserve.bench.offline import time_statistics
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
 
 POLL_SECONDS = 0.02
 LOG_LINES = 20
 """Of a server that failed, how much of its log is shown."""
+NOT_TAKEN = frozenset({"--host", "--port", "--uds", "--ssl-certfile", "--ssl-keyfile", "--compile-cache-dir"})
+"""Where the server listens and keeps its programs is chosen here."""
 
 
 def measure_startup(
@@ -49,8 +51,13 @@ def measure_startup(
         vLLM's keys: ``avg_cold_startup_time``, ``cold_startup_times``, … and the same with ``warm``.
 
     Raises:
+        ConfigError: a flag says where the server listens or keeps its programs.
         JaxserveError: a server ended, or is not ready in time.
     """
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in NOT_TAKEN:
+            raise ConfigError(f"bench startup chooses address and cache folder itself: leave {name} out.")
     result: dict[str, Any] = {}
     times: dict[str, list[float]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory(prefix="jaxserve-startup-") as folder:

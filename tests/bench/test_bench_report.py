@@ -117,6 +117,12 @@ def test_a_sweep_needs_loads(capsys):
     assert "--request-rates or --max-concurrencies" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--uds=/x", "--compile_cache_dir", "--port"])
+def test_flags_that_starts_do_not_take_are_named(flag, capsys):
+    assert main(["bench", "startup", "--", "m", flag, "1"]) == 1
+    assert flag.partition("=")[0].replace("_", "-") in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path):
     with pytest.raises(JaxserveError, match="no-such-flag"):
