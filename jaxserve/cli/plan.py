@@ -20,7 +20,7 @@ from jaxserve.config import (
     SchedulerConfig,
 )
 from jaxserve.config.cli_flags import add_config_flags, flags_given, parse_size
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.logs import configure_logging
 
 CONFIGS: list[type[Any]] = [ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, CompilationConfig]
@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. The exit code is 1 where it does not fit."""
     configure_logging("warning")
+    if min(arguments.context, default=1) < 1:
+        raise ConfigError(f"--context must be at least 1, got {min(arguments.context)}.", param="context")
     config = EngineConfig.from_kwargs(**flags_given(CONFIGS, arguments))
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on a device
     from jaxserve.plan.hardware import find_topology
