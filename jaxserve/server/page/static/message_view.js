@@ -47,7 +47,7 @@ export class MessageView {
       this.toolbar.querySelector("button")?.focus();
     };
     const save = () => {
-      if (asked && !area.value.trim()) return;
+      if (this.actions.running() || (asked && !area.value.trim())) return;
       close();
       this.actions.save(area.value);
     };
