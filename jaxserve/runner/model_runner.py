@@ -465,7 +465,12 @@ class JaxModelRunner:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep:
-        """Dispatch one step without waiting for it."""
+        """Dispatch one step without waiting for it.
+
+        Raises:
+            RuntimeError: it compiled something, where ``enforce_no_compile`` forbids that.
+        """
+        compilations = self.counter.count
         for request_id in (*scheduler_output.preempted_request_ids, *scheduler_output.finished_request_ids):
             self._batch_of(request_id).remove(request_id)
             self._rank_of.pop(request_id, None)
@@ -505,7 +510,14 @@ class JaxModelRunner:
             num_padded_tokens=len(steps) * steps[0].bucket.num_tokens,
         )
         dispatched.start_copies()
+        self._check_compilations(compilations)
         return dispatched
+
+    def _check_compilations(self, before: int) -> None:
+        """Refuse what was compiled since there were ``before``, if that was asked for."""
+        new = self.counter.count - before
+        if new and self.config.compilation_config.enforce_no_compile:
+            raise RuntimeError(f"A step compiled {new} program(s) after the engine was ready.")
 
     def _batch_of(self, request_id: str) -> InputBatch:
         """The rows that hold a request; rank 0's if none does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -122,3 +124,15 @@ def test_programs_that_compute_in_another_order_have_keys_of_their_own():
         runner._choose_model(hf_config)
         descriptions.append(runner._program_description())
     assert descriptions[0] != descriptions[1]
+
+
+@pytest.mark.parametrize("enforced", [False, True])
+def test_a_step_that_compiles_fails_where_that_is_asked_for(enforced):
+    config = EngineConfig.from_kwargs(enforce_no_compile=enforced)
+    runner = JaxModelRunner(config.with_defaults_for("cpu"))
+    runner.counter.start()
+    runner._check_compilations(0)
+    jax.jit(lambda x: x * 7 + 1)(jnp.arange(7.0))
+    assert runner.num_compilations() > 0
+    with pytest.raises(RuntimeError, match="compiled") if enforced else contextlib.nullcontext():
+        runner._check_compilations(0)
