@@ -56,11 +56,3 @@ class KVCacheGroup:
 
     layer_indices: tuple[int, ...]
     spec: KVCacheSpec
-
-
-def group_layers(specs: list[KVCacheSpec]) -> list[KVCacheGroup]:
-    """Group layers by equal spec, in the order of first appearance."""
-    by_spec: dict[KVCacheSpec, list[int]] = {}
-    for index, spec in enumerate(specs):
-        by_spec.setdefault(spec, []).append(index)
-    return [KVCacheGroup(tuple(indices), spec) for spec, indices in by_spec.items()]
