@@ -201,15 +201,15 @@ def execute_message(step: SchedulerOutput) -> Execute:
 
 
 def comparable(config: EngineConfig) -> dict[str, str]:
-    """Settings that all hosts must share, as text."""
+    """Settings that all hosts must share, as text; not those of the queue, which is host 0's alone."""
     parts = {
         name: part
         for name, part in asdict(config).items()
         if name not in ("hosts_config", "observability_config")
     }
     values = {name: repr(value) for part in parts.values() for name, value in part.items()}
-    for own in ("compile_cache_dir", "log_level", "log_format"):
-        values.pop(own, None)
+    for own in ("compile_cache_dir", "log_level", "max_num_queued_reqs", "max_num_queued_tokens"):
+        values.pop(own)
     return values
 
 
