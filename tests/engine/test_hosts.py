@@ -230,7 +230,12 @@ def test_a_host_that_differs_is_refused_by_name(team: Callable[..., Team]) -> No
 
 def test_settings_of_one_host_alone_may_differ() -> None:
     """A core's own process has no limits of the queue: its front process has them."""
-    own = {"log_level": "debug", "compile_cache_dir": "/c", "max_num_queued_reqs": 3, "max_num_queued_tokens": 9}
+    own = {
+        "log_level": "debug",
+        "compile_cache_dir": "/c",
+        "max_num_queued_reqs": 3,
+        "max_num_queued_tokens": 9,
+    }
     assert hosts.comparable(EngineConfig.from_kwargs(**own)) == hosts.comparable(EngineConfig())
 
 
