@@ -217,6 +217,9 @@ class Endpoint:
         else:
             if response.status == 200:
                 reader.finish()
+                if not (reader.complete or reader.error or response.has_length):
+                    # Its end is the connection's: nothing else tells a whole answer from a broken one.
+                    result.error = "The stream ended before [DONE]."
             else:
                 body = response.body.decode(errors="replace").strip()[:MAX_ERROR]
                 result.error = f"HTTP {response.status}: {body or 'no body'}"

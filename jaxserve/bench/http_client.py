@@ -36,6 +36,11 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytes = b""
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the head says where the body ends; else it ends with the connection."""
+        return "content-length" in self.headers or "transfer-encoding" in self.headers
+
 
 class HTTPClient:
     """Requests to one server, over connections that are kept. One event loop uses it.
@@ -162,7 +167,6 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
         self._pieces: list[bytes] = []
         self._began = False
-        self._has_length = False
         self.reusable = False
         """Whether another exchange may follow."""
         self.closed = False
@@ -173,7 +177,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._on_data = on_data
         self._response, self._pieces = Response(), []
-        self._began = self._has_length = self.reusable = False
+        self._began = self.reusable = False
         self._parser = httptools.HttpResponseParser(self)
         if self.closed:
             raise _Stale
@@ -215,7 +219,7 @@ class _Connection(asyncio.Protocol):
             return
         if not self._began:
             self._fail(_Stale())
-        elif self._response.status and not self._has_length and exc is None:
+        elif self._response.status and not self._response.has_length and exc is None:
             self._end()  # a body without a length ends with its connection
         else:
             self._fail(ServerUnreachableError(f"{self._base_url} closed the connection within an answer."))
@@ -223,9 +227,7 @@ class _Connection(asyncio.Protocol):
     # --- the parser's callbacks -----------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        self._response.headers[key] = value.decode("latin-1")
-        self._has_length |= key in ("content-length", "transfer-encoding")
+        self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

@@ -111,6 +111,7 @@ def test_a_body_that_ends_with_its_connection():
     "data, words",
     [
         (CHUNKED + chunk(TEXT), "closed the connection within an answer"),
+        (HEAD + b"connection: close\r\n\r\n" + TEXT, "before [DONE]"),
         (b"", "closed the connection without an answer"),
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nwait", "HTTP 503: wait"),
         (b"SSH-2.0-OpenSSH\r\n", "does not speak HTTP/1.1"),
