@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestFailedError
 from jaxserve.outputs import RequestOutput
 
 pytestmark = [
@@ -115,11 +115,29 @@ def test_answers_do_not_depend_on_the_mesh(one_device, family: str, parallel: di
     llm = LLM(str(path), skip_tokenizer_init=True, **{**SIZES, **parallel})
     assert_same(answers(llm), expected)
     assert_same(answers(llm), expected)  # from a warm prefix cache
+    fail_a_step(llm)
+    assert_same(answers(llm), expected)  # from a state and caches that were made anew
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     assert metrics["jaxserve:compilations"].value == 0
     imbalance = metrics["jaxserve:moe_expert_imbalance"]
     assert imbalance.sum >= imbalance.count
     assert (imbalance.count > 0) == (family != "llama")
+
+
+def fail_a_step(llm: LLM) -> None:
+    """Have the device refuse the third step from now."""
+    programs = llm._core.runner.programs
+    run, steps = programs.run, iter(range(100))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 2:
+            raise RuntimeError("out of luck")
+        return run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "run", failing)
+        with pytest.raises(RequestFailedError):
+            answers(llm)
 
 
 def test_more_devices_than_there_are(one_device):
