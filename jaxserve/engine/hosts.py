@@ -378,6 +378,9 @@ class LeaderRunner:
         return _LeaderStep(self._runner.execute(scheduler_output), self._followers)
 
     def recover(self) -> None:
+        # The others may wait for a part of the step that this host never ran, and would not come to read a Close.
+        self._ready = False
+        self._followers.disconnect()
         raise EngineDeadError(
             "A step failed, and an engine over several hosts ends with it: restart all of them."
         )

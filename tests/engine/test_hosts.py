@@ -250,6 +250,20 @@ def test_a_host_with_other_devices_ends_the_start(team: Callable[..., Team]) -> 
     assert "Host 0" in pair.ends[0]
 
 
+def test_a_step_that_fails_on_host_0_ends_the_followers(team: Callable[..., Team]) -> None:
+    pair = team(RecordingRunner(info()))
+    pair.followers.gather()
+    leader = LeaderRunner(RecordingRunner(info()), pair.followers)
+    leader.initialize()
+    leader.execute(step(1))
+    with pytest.raises(EngineDeadError, match="restart"):
+        leader.recover()
+    assert pair.ended.wait(60)
+    leader.close()
+    assert len(pair.ends) == 1
+    assert "Host 0" in pair.ends[0]
+
+
 def test_a_step_that_fails_on_a_follower_ends_host_0_too(team: Callable[..., Team]) -> None:
     pair = team(RecordingRunner(info(), fail_at=2))
     pair.followers.gather()
