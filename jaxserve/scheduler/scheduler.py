@@ -221,11 +221,8 @@ class Scheduler:
         self._step_tokens = step.count_tokens()
         if self._step_tokens == 0:
             return SchedulerOutput(step.step_id)  # rows that end are named in the next step that is executed
-        for (
-            request,
-            _,
-            _,
-        ) in step.other_rows:  # for later steps: this one may read them before they are written
+        for request, *_ in step.other_rows:
+            # For later steps: this one may read the blocks before they are written.
             self.kv_caches[request.data_rank].cache_blocks(request)
         step.order_rows(len(self.kv_caches))
         self._next_step_id += 1
