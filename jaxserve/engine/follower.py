@@ -35,7 +35,7 @@ from jaxserve.engine.hosts import (
     join,
     leave,
 )
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.step import ModelRunner, PendingStep
 from jaxserve.version import __version__
 
@@ -73,7 +73,8 @@ def follow(config: EngineConfig, hosts: Hosts) -> int:
             while follower.handle(messages.get()):
                 pass
         except Exception as error:
-            logger.exception("This host cannot go on")
+            # What a user asked for in vain needs no traceback: ``end_engine`` says it.
+            logger.error("This host cannot go on", exc_info=not isinstance(error, JaxserveError))
             with suppress(OSError):
                 channel.send(Failed(f"{type(error).__name__}: {error}"))
             time.sleep(RETRY_SECONDS)  # for it to arrive before the end of the connection does
