@@ -391,7 +391,7 @@ class GpuGroupedMatmul:
             )
         if (reason := self.why_not(outputs, inner, lhs.dtype)) is not None:
             raise ValueError(reason)
-        num_sms = self.num_sms if self.num_sms is not None else jax.devices()[0].core_count
+        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
         config = self.config or tuned(num_rows, num_groups)
         return _jitted(lhs, rhs, group_sizes, config, num_sms, self.interpret)
 

@@ -291,7 +291,7 @@ class GpuBackend:
         return jax.freeze(out)[:num_tokens], jax.freeze(cache)
 
     def _num_sms(self) -> int:
-        return self.num_sms if self.num_sms is not None else jax.devices()[0].core_count
+        return self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
 
     def _decode(self, head_size: int, group: int) -> DecodeConfig:
         return self.decode or DecodeConfig(**_tuned("decode", head_size, columns_of(group)))
