@@ -120,6 +120,11 @@ def test_once_prints_plain_text(server, capsys):
     assert "\x1b" not in output
 
 
+def _listen_to_interrupts() -> None:
+    """A shell that runs the tests in its background has them ignored, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("end", ["q", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_terminal_is_left_as_it_was(server, end):
     leader, follower = pty.openpty()
@@ -135,6 +140,7 @@ def test_a_terminal_is_left_as_it_was(server, end):
         stderr=follower,
         env=environment,
         start_new_session=True,
+        preexec_fn=_listen_to_interrupts,
     )
     text = ""
 

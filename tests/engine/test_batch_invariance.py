@@ -78,7 +78,7 @@ def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workloa
         assert (preemptions.value > 0) == (engine == "tight")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_users_check(checkpoint: Path):
     """``jaxserve check-invariance`` finds nothing with the mode on, and looks at what it says."""
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 200}
@@ -86,7 +86,7 @@ def test_the_users_check(checkpoint: Path):
     def engine(**overrides: Any) -> LLM:
         return make(checkpoint, **{**sizes, **overrides})
 
-    small = Workload(300, 128, num_targets=3, prompt_len=60, output_len=8)
+    small = Workload(300, 128, num_targets=3, prompt_len=60, output_len=40)
     findings = list(check_invariance(engine, company=(5,), rounds=1, workload=small))
     assert [finding.different for finding in findings] == [0] * len(findings)
     assert all(finding.situations >= 3 for finding in findings)

@@ -90,6 +90,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     "family, parallel",
     [
@@ -100,12 +104,12 @@ def slow(*values: Any) -> Any:
             "deepseek_v3",
             {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
         ),
-        slow("llama", {"tensor_parallel_size": 8}),
+        exhaustive("llama", {"tensor_parallel_size": 8}),
         slow("llama", {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128}),
-        slow("llama", {"data_parallel_size": 3}),
-        slow("qwen3_moe", {"tensor_parallel_size": 2}),
+        exhaustive("llama", {"data_parallel_size": 3}),
+        exhaustive("qwen3_moe", {"tensor_parallel_size": 2}),
         slow("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
-        slow("qwen3_moe", {"data_parallel_size": 4, "enable_expert_parallel": True}),
+        exhaustive("qwen3_moe", {"data_parallel_size": 4, "enable_expert_parallel": True}),
         slow("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 4}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()),

@@ -233,7 +233,7 @@ def test_every_prompt_as_transformers(each_alone):
 @pytest.mark.parametrize(
     ("concurrency", "kind", "cold"),
     [
-        (16, RequestOutputKind.FINAL_ONLY, True),
+        pytest.param(16, RequestOutputKind.FINAL_ONLY, True, marks=pytest.mark.exhaustive),
         (16, RequestOutputKind.DELTA, False),
         (64, RequestOutputKind.DELTA, True),
     ],
@@ -254,12 +254,19 @@ def test_concurrency(served, each_alone, concurrency, kind, cold):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ROOMY | {"enable_prefix_caching": False},
-        ROOMY | {"async_scheduling": False},
+        ROOMY | {"enable_prefix_caching": False, "async_scheduling": False},
         SMALL | {"max_num_batched_tokens": 16},
-        SMALL,
+        pytest.param(ROOMY | {"enable_prefix_caching": False}, marks=pytest.mark.exhaustive),
+        pytest.param(ROOMY | {"async_scheduling": False}, marks=pytest.mark.exhaustive),
+        pytest.param(SMALL, marks=pytest.mark.exhaustive),
     ],
-    ids=["no-prefix-caching", "no-async", "budget-16-tiny-cache", "budget-64-tiny-cache"],
+    ids=[
+        "no-async-no-prefixes",
+        "budget-16-tiny-cache",
+        "no-prefix-caching",
+        "no-async",
+        "budget-64-tiny-cache",
+    ],
 )
 def test_engines(each_alone, arguments):
     half = slice(1, None, 2)  # with the longest prompt

