@@ -52,7 +52,7 @@ def test_cpu_quick(tiny_model):
     assert prefill > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_structured_output_quick(tiny_model):
     output = run("structured_output.py", "--quick", "--model", str(tiny_model))
     lines = output.splitlines()[1:]
