@@ -145,11 +145,11 @@ def check_invariance(
         yield _warm(llm, targets, expected)
         yield _continued(llm, targets)
         yield _scored_prompts(llm, workload, targets)
-    # Holds the longest request, and not many of them.
+    # Holds the longest request, the dummy block and one more: whoever grows beside another has it preempted.
     longest = workload.prompt_len + workload.output_len
     small_cache = {
-        "num_gpu_blocks_override": 2 + 2 * -(-longest // info.block_size),
-        "max_model_len": longest + 1,
+        "num_gpu_blocks_override": 2 + -(-longest // info.block_size),
+        "max_model_len": longest,
     }
     for condition, overrides in (
         ("a restart", {}),

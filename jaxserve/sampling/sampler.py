@@ -43,7 +43,6 @@ def sample(
     state: SamplerState,
     *,
     max_logprobs: int,
-    greedy_only: bool = False,
     features: Feature = ALL_FEATURES,
 ) -> tuple[SamplerOutput, SamplerState]:
     """Choose one token per row, remember it, and score it.
@@ -54,7 +53,6 @@ def sample(
         metadata: how to sample each row.
         state: donated by the caller's program.
         max_logprobs: static: most likely tokens listed per row, in [0, V].
-        greedy_only: static: short for ``features=Feature.NONE``.
         features: static: what this program can serve; a step goes to a program whose features include its
             own (``step_features``). All by default: one program for everything. Where a branch costs a round
             trip to the host, compile further programs for a single feature: they hold no branch.
@@ -63,7 +61,6 @@ def sample(
         the output, and the state with ``last_token_ids`` (and the output's counts, where the program knows of
         penalties) updated. A row of which nothing could be sampled (token -1) is remembered as token 0.
     """
-    features = Feature.NONE if greedy_only else features
     output = choose(logits, metadata, state, max_logprobs=max_logprobs, features=features)
     return output, remember(output, metadata, state, features)
 

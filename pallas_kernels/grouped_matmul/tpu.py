@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.tpu_work import row_tiles
+from pallas_kernels.tpu_generations import generation_of, generations
 
 LANES = 128
 SMALLEST_ROWS = 16
@@ -34,7 +35,8 @@ DTYPES = ("bfloat16", "float32")
 @functools.cache
 def tuning_table() -> Mapping[str, Any]:
     """The package's table: generations, the heuristic's constants, measurements."""
-    return json.loads(resources.files(__package__).joinpath("tpu_tuning.json").read_text())
+    table = json.loads(resources.files(__package__).joinpath("tpu_tuning.json").read_text())
+    return {"generations": generations(), **table}
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,6 @@ class Tiles:
     outputs: int
     inner: int
     vmem_limit: int
-
-
-def generation_of(device_kind: str) -> str:
-    """The table's name (``v5e``, …) of a device kind as JAX reports it.
-
-    Raises:
-        ValueError: for a kind that the table does not list.
-    """
-    generations = tuning_table()["generations"]
-    for name, entry in generations.items():
-        if device_kind == name or device_kind in entry["device_kinds"]:
-            return name
-    raise ValueError(
-        f"no grouped matmul tiles for device kind {device_kind!r}; known are {', '.join(generations)}: add it to "
-        "grouped_matmul/tpu_tuning.json"
-    )
 
 
 def vmem_bytes(rows: int, outputs: int, inner: int, itemsize: int) -> int:

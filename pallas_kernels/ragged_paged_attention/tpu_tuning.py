@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from pallas_kernels.tpu_generations import generation_of as generation_of
+from pallas_kernels.tpu_generations import generations
+
 LANES = 128
 MIN_QUERY_TILE, MAX_QUERY_TILE = 16, 128
 MIN_KV_CHUNK = 128
@@ -23,23 +26,8 @@ MIN_KV_CHUNK = 128
 @functools.cache
 def tuning_table() -> Mapping[str, Any]:
     """The package's table: generations, the heuristic's constants, measurements."""
-    return json.loads(resources.files(__package__).joinpath("tpu_tuning.json").read_text())
-
-
-def generation_of(device_kind: str) -> str:
-    """The table's name (``v5e``, …) of a device kind as JAX reports it.
-
-    Raises:
-        ValueError: for a kind that the table does not list.
-    """
-    generations = tuning_table()["generations"]
-    for name, entry in generations.items():
-        if device_kind == name or device_kind in entry["device_kinds"]:
-            return name
-    raise ValueError(
-        f"no TPU kernel tuning for device kind {device_kind!r}; known are {', '.join(generations)}: "
-        "add it to tpu_tuning.json, or use the portable blocked attention"
-    )
+    table = json.loads(resources.files(__package__).joinpath("tpu_tuning.json").read_text())
+    return {"generations": generations(), **table}
 
 
 @dataclass(frozen=True)
