@@ -93,6 +93,10 @@ class SchedulerOutput:
     The first ``num_decode_rows`` rows have one token and sample. A row's last token may be one that an
     earlier step sampled and the host has not read: the device has it.
 
+    With ``RunnerInfo.separate_paths`` they are the rows that compute a generated token, whatever else is scheduled:
+    prompt tokens are never among them, and of a row only one token is. Those in ``replayed_request_ids`` compute a
+    token whose successor is known already (after preemption, or appended by a grammar) and do not sample.
+
     With data parallelism one step holds the rows of all ranks: the decoding rows rank by rank,
     ``num_decode_rows_by_rank`` of each (they add up to ``num_decode_rows``), then the rest rank by rank. The
     limits of a step (rows, tokens) hold for each rank by itself.
@@ -112,6 +116,7 @@ class SchedulerOutput:
     num_decode_rows: int = 0
     appended_token_ids: dict[str, list[int]] = field(default_factory=dict)
     token_masks: dict[str, TokenMask] = field(default_factory=dict)
+    replayed_request_ids: set[str] = field(default_factory=set)
     num_decode_rows_by_rank: tuple[int, ...] = ()
     """One number per rank; empty in a step without tokens."""
 
@@ -198,6 +203,9 @@ class RunnerInfo:
     device: str
     data_parallel_size: int = 1
     """Ranks: each has its own rows, blocks and tokens of a step."""
+    separate_paths: bool = False
+    """A token's keys and values must not depend on the step that computes it, and the decoding rows' path gives other
+    bits than the other rows': see ``SchedulerOutput``."""
 
 
 # --- server <-> engine core (msgpack) -----------------------------------------------------------------------

@@ -35,15 +35,31 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + _packer(len(token_ids)).pack(*token_ids)).digest()
 
 
-def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
+def generated_parent(parent: bytes, num_prompt_tokens: int) -> bytes:
+    """What takes the place of ``parent`` for the first block with generated tokens.
+
+    Args:
+        parent: the hash of the block before it, or the root.
+        num_prompt_tokens: prompt tokens in it, before the generated ones.
+    """
+    return hashlib.sha256(b"jaxserve.generated" + struct.pack("<q", num_prompt_tokens) + parent).digest()
+
+
+def extend_block_hashes(request: Request, block_size: int, *, separate_paths: bool = False) -> list[bytes]:
     """Hash those full blocks of the request's known tokens that are not hashed yet; returns all its
-    hashes."""
+    hashes.
+
+    With ``separate_paths`` equal tokens have equal hashes only if the same ones of them were generated: these were
+    computed along another path than prompts, which gives other bits.
+    """
     hashes = request.block_hashes
     tokens = request.all_token_ids
     num_full = len(tokens) // block_size
     if len(hashes) < num_full:
         parent = hashes[-1] if hashes else root_hash((request.cache_salt,))
         for start in range(len(hashes) * block_size, num_full * block_size, block_size):
+            if separate_paths and 0 <= request.num_prompt_tokens - start < block_size:
+                parent = generated_parent(parent, request.num_prompt_tokens - start)
             parent = block_hash(parent, tokens[start : start + block_size])
             hashes.append(parent)
     return hashes

@@ -49,6 +49,7 @@ class KVCacheManager:
         enable_prefix_caching: whether full blocks can be found by later requests.
         max_step_tokens: tokens that one step adds to a request at most.
         name: what messages call it.
+        separate_paths: what was generated is found again only as such (``extend_block_hashes``).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_step_tokens: int,
         name: str = "the KV cache",
+        separate_paths: bool = False,
     ) -> None:
         if num_blocks <= len(groups):
             raise ConfigError(
@@ -72,6 +74,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_step_tokens = max_step_tokens
+        self.separate_paths = separate_paths
         self.prefix_cache_stats = PrefixCacheStats()
         self._managers = [
             make_group_manager(group, self.pool, i, block_size) for i, group in enumerate(groups)
@@ -122,7 +125,7 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return self.no_hit
-        hashes = extend_block_hashes(request, self.block_size)
+        hashes = extend_block_hashes(request, self.block_size, separate_paths=self.separate_paths)
         num_blocks = (request.num_tokens - 1) // self.block_size
         while True:
             tables = [manager.find_hit(hashes, num_blocks) for manager in self._managers]
@@ -139,7 +142,7 @@ class KVCacheManager:
         first = request.next_cache_at // block_size - 1
         if num_full <= first:
             return
-        hashes = extend_block_hashes(request, block_size)
+        hashes = extend_block_hashes(request, block_size, separate_paths=self.separate_paths)
         for manager, table in zip(self._managers, request.block_ids):
             for index in range(first, num_full):
                 if table[index] != DUMMY_BLOCK:

@@ -27,6 +27,9 @@ class ScheduledRows(Protocol):
     @property
     def samples(self) -> Collection[str]: ...
 
+    @property
+    def replayed_request_ids(self) -> Collection[str]: ...
+
 
 @dataclass(frozen=True)
 class RankRows:
@@ -35,6 +38,7 @@ class RankRows:
     num_scheduled_tokens: dict[str, int]
     num_decode_rows: int
     samples: Collection[str]
+    replayed_request_ids: Collection[str] = ()
 
 
 def split_by_rank(
@@ -47,7 +51,8 @@ def split_by_rank(
     for request_id, num_tokens in step.num_scheduled_tokens.items():
         rows[rank_of[request_id]][request_id] = num_tokens
     decodes = step.num_decode_rows_by_rank or (0,) * num_ranks
-    return [RankRows(part, decodes[rank], step.samples) for rank, part in enumerate(rows)]
+    replayed = step.replayed_request_ids
+    return [RankRows(part, decodes[rank], step.samples, replayed) for rank, part in enumerate(rows)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,9 @@ class BatchBuilder:
         num_rows, num_decode = len(rows), step.num_decode_rows
         sampling_rows = np.full(len(out), self.max_num_seqs, np.int32)
         sampling_rows[:num_decode] = rows[:num_decode]
+        if step.replayed_request_ids:
+            replayed = [request_id in step.replayed_request_ids for request_id in request_ids[:num_decode]]
+            sampling_rows[:num_decode][replayed] = self.max_num_seqs
         samples = step.samples
         for index in range(num_decode, num_rows):
             if request_ids[index] in samples:

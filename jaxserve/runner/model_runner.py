@@ -660,7 +660,7 @@ class JaxModelRunner:
         self, steps: list[StepBatch], scheduler_output: SchedulerOutput
     ) -> list[tuple[int, str]]:
         """(row of the step's output, request id) of every request that samples."""
-        samples = scheduler_output.samples
+        samples, replayed = scheduler_output.samples, scheduler_output.replayed_request_ids
         by_rank = scheduler_output.num_decode_rows_by_rank or (scheduler_output.num_decode_rows,)
         rows: list[tuple[int, str]] = []
         for rank, step in enumerate(steps):
@@ -668,7 +668,7 @@ class JaxModelRunner:
             rows += [
                 (first + index, request_id)
                 for index, request_id in enumerate(step.request_ids)
-                if index < num_decode or request_id in samples
+                if (index < num_decode and request_id not in replayed) or request_id in samples
             ]
         return rows
 

@@ -11,6 +11,10 @@ fit as a whole, with a block to spare for each running request.
 
 With data parallelism all this holds for each rank by itself, but the queue is one: its first request waits, and
 all behind it, only if no rank takes it.
+
+With ``separate_paths`` what a token is computed by follows from the request alone: prompt tokens as chunks, down to
+chunks of one, generated ones as decoding rows, one a step. So a row's chunk ends where its prompt does, and what it
+had generated before it was preempted is computed again one by one, among the others' decoding rows.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ class StepPlanner:
         max_num_seqs: rows of a rank at most.
         max_num_batched_tokens: tokens of a rank in a step at most; not fewer than ``max_num_seqs``.
         enable_chunked_prefill: whether a prompt may be split over steps.
+        separate_paths: as ``RunnerInfo`` has it.
     """
 
     def __init__(
@@ -42,12 +47,14 @@ class StepPlanner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool,
+        separate_paths: bool = False,
     ) -> None:
         self.lifecycle = lifecycle
         self.ranks = lifecycle.ranks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
+        self.separate_paths = separate_paths
         self._first_rank = 0
         """The rank that is preferred among equals: the one after the last that was chosen."""
 
@@ -69,14 +76,14 @@ class StepPlanner:
             self._add_waiting(step, now, [Vacancy(rank, num, budget - num) for rank, num in entries])
 
     def _add_running(self, rank: Rank, step: StepPlan, hold: bool, jump: int) -> None:
-        running, decode_rows = rank.running, step.decode_rows
+        running, decode_rows, separate_paths = rank.running, step.decode_rows, self.separate_paths
         spare = self.max_num_batched_tokens - len(running)  # beside the token set aside for each
         for request in running:  # preemption takes from the end: never a request that has its row already
             num_computed = request.num_computed_tokens
             if num_computed >= request.max_computed_tokens:
                 continue  # its last token is in flight
             num_new = len(request.all_token_ids) + request.num_inflight_tokens - num_computed
-            if num_new == 1:
+            if num_new == 1 and not (separate_paths and num_computed < request.num_prompt_tokens):
                 if request.needs_sync and (hold or request.num_inflight_tokens):
                     continue
                 if num_computed >= request.num_slots and not self._grow(rank, request, 1, step):
@@ -88,12 +95,17 @@ class StepPlanner:
             jumps = _jumps(request)
             if jumps and hold:
                 continue
-            if num_granted := self._grow(
-                rank, request, min(num_new, (jump if jumps else spare) + 1, spare + 1), step
-            ):
+            most = min(self._on_one_path(request, num_computed, num_new), spare + 1)
+            if num_granted := self._grow(rank, request, min(most, jump + 1) if jumps else most, step):
                 spare -= num_granted - 1
                 jump -= num_granted - 1 if jumps else 0
                 step.add(request, num_granted, samples=num_granted == num_new)
+
+    def _on_one_path(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """How many of a request's next ``num_tokens`` one step may compute."""
+        if not self.separate_paths:
+            return num_tokens
+        return min(num_tokens, max(request.num_prompt_tokens - num_computed, 1))
 
     def _hold_and_jumps(self) -> tuple[bool, list[int]]:
         """Whether rows that wait for the host are held back in this step, and how far grammars may jump in it.
@@ -221,8 +233,9 @@ class StepPlanner:
         rank, kv_cache = vacancy.rank, vacancy.rank.kv_cache
         start = hit or kv_cache.no_hit
         num_missing = request.num_tokens - start.num_tokens
-        num_new = min(num_missing, vacancy.budget)
-        if num_new < num_missing <= self.max_num_batched_tokens and not self.enable_chunked_prefill:
+        num_wanted = self._on_one_path(request, start.num_tokens, num_missing)
+        num_new = min(num_wanted, vacancy.budget)
+        if num_new < num_wanted <= self.max_num_batched_tokens and not self.enable_chunked_prefill:
             return 0  # a resumed request may have become longer than a step: that one is split all the same
         num_running = len(rank.running)
         block_ids = kv_cache.allocate_slots(request, num_new, start, num_reserved_blocks=num_running)

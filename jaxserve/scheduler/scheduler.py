@@ -48,6 +48,7 @@ class Scheduler:
         max_model_len: prompt and output tokens of a request at most.
         mask_filler: works out the token masks of requests with a grammar; None takes no such requests.
         data_parallel_size: ranks; ``max_num_seqs`` and ``max_num_batched_tokens`` hold for each.
+        separate_paths: as ``RunnerInfo`` has it.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -63,6 +64,7 @@ class Scheduler:
         max_model_len: int,
         mask_filler: MaskFiller | None = None,
         data_parallel_size: int = 1,
+        separate_paths: bool = False,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = _resolved_limits(config)
         self.config = config
@@ -76,6 +78,7 @@ class Scheduler:
                 enable_prefix_caching=cache.enable_prefix_caching,
                 max_step_tokens=max_num_batched_tokens,
                 name="the KV cache" if data_parallel_size == 1 else "the KV cache of one data parallel rank",
+                separate_paths=separate_paths,
             )
             for _ in range(data_parallel_size)
         ]
@@ -88,7 +91,9 @@ class Scheduler:
             max_num_seqs,
             max_num_batched_tokens,
             config.enable_chunked_prefill,
+            separate_paths,
         )
+        self._separate_paths = separate_paths
         self._mask_filler = mask_filler
         self._steps: dict[int, StepPlan] = {}
         """Steps that are scheduled and not read, oldest first."""
@@ -215,13 +220,13 @@ class Scheduler:
         Args:
             now: ``time.monotonic()``, noted as the start of requests that are scheduled for the first time.
         """
-        step = StepPlan(self._next_step_id)
+        step = StepPlan(self._next_step_id, self._separate_paths)
         self._planner.fill(step, now)
         self._outputs += step.failed
         self._step_tokens = step.count_tokens()
         if self._step_tokens == 0:
             return SchedulerOutput(step.step_id)  # rows that end are named in the next step that is executed
-        for request, *_ in step.other_rows:
+        for request in (*(row[0] for row in step.other_rows), *step.replayed):
             # For later steps: this one may read the blocks before they are written.
             self.kv_caches[request.data_rank].cache_blocks(request)
         step.order_rows(len(self.kv_caches))

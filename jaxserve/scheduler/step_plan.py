@@ -18,13 +18,17 @@ class StepPlan:
 
     __slots__ = (
         "appended_token_ids", "cached_requests", "decode_rows", "failed", "new_requests",
-        "num_decode_rows_by_rank", "other_rows", "scoring_rows", "step_id",
+        "num_decode_rows_by_rank", "other_rows", "replayed", "scoring_rows", "separate_paths", "step_id",
     )  # fmt: skip
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, separate_paths: bool = False) -> None:
         self.step_id = step_id
+        self.separate_paths = separate_paths
+        """Decoding rows are those that compute a generated token (``SchedulerOutput``)."""
         self.decode_rows: list[Request] = []
-        """Rows of one token that sample."""
+        """Rows of one token that sample, and ``replayed``."""
+        self.replayed: list[Request] = []
+        """Of the decoding rows those that do not sample."""
         self.num_decode_rows_by_rank: tuple[int, ...] = ()
         """Set by ``order_rows``."""
         self.other_rows: list[tuple[Request, int, bool]] = []
@@ -46,7 +50,11 @@ class StepPlan:
         request.num_computed_tokens = start + num_tokens
         if samples:
             request.num_inflight_tokens += 1
-        if samples and num_tokens == 1:
+        if self.separate_paths and start >= request.num_prompt_tokens:
+            self.decode_rows.append(request)
+            if not samples:
+                self.replayed.append(request)
+        elif samples and num_tokens == 1 and not self.separate_paths:
             self.decode_rows.append(request)
         else:
             self.other_rows.append((request, num_tokens, samples))
@@ -70,9 +78,13 @@ class StepPlan:
 
     def sampling_rows(self) -> list[Request]:
         """The requests that get a token from this step."""
+        decoding = self.decode_rows
+        if self.replayed:
+            replayed = set(self.replayed)
+            decoding = [request for request in decoding if request not in replayed]
         if not self.other_rows:
-            return self.decode_rows
-        return self.decode_rows + [request for request, _, samples in self.other_rows if samples]
+            return decoding
+        return decoding + [request for request, _, samples in self.other_rows if samples]
 
     def all_rows(self) -> list[Request]:
         """The requests of this step, in row order."""
@@ -88,7 +100,8 @@ class StepPlan:
     ) -> SchedulerOutput:
         """The message for the runner, after ``order_rows``."""
         num_scheduled = dict.fromkeys([request.request_id for request in self.decode_rows], 1)
-        samples = set(num_scheduled)
+        replayed = {request.request_id for request in self.replayed}
+        samples = set(num_scheduled) - replayed
         for request, num_tokens, row_samples in self.other_rows:
             num_scheduled[request.request_id] = num_tokens
             if row_samples:
@@ -104,6 +117,7 @@ class StepPlan:
             num_decode_rows=len(self.decode_rows),
             appended_token_ids=self.appended_token_ids,
             token_masks=token_masks,
+            replayed_request_ids=replayed,
             num_decode_rows_by_rank=self.num_decode_rows_by_rank,
         )
 

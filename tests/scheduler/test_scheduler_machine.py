@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         data_parallel_size=st.sampled_from([1, 2, 4]),
+        separate_paths=st.booleans(),
     )
     def start(
         self,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         policy: str,
         data_parallel_size: int,
+        separate_paths: bool,
     ) -> None:
         self.harness = Harness(
             num_blocks=num_blocks * len(GROUPS[groups]),
@@ -75,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
             data_parallel_size=data_parallel_size,
+            separate_paths=separate_paths,
         )
         self.aborted: set[str] = set()
         self.failed: set[str] = set()

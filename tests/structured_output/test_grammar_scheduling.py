@@ -244,16 +244,17 @@ def test_a_grammar_that_takes_too_long_fails_its_request(backend):
     compiler.close()
 
 
+@pytest.mark.parametrize("separate_paths", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preempted_requests_go_on_where_they_were(compiler, depth):
+def test_preempted_requests_go_on_where_they_were(compiler, depth, separate_paths):
     patterns = {f"r{i}": f"([a-c][0-9]-){{{6 + i}}}end" for i in range(6)}
     alone = {}
     for name, pattern in patterns.items():
-        harness = Harness(compiler=compiler)
+        harness = Harness(compiler=compiler, separate_paths=separate_paths)
         harness.add(name, [7, 8, 9], structured_outputs=regex(pattern), max_tokens=60)
         settle(harness)
         alone[name] = harness.results[name].token_ids
-    tight = Harness(num_blocks=16, depth=depth, compiler=compiler)
+    tight = Harness(num_blocks=16, depth=depth, compiler=compiler, separate_paths=separate_paths)
     for name, pattern in patterns.items():
         tight.add(name, [7, 8, 9], structured_outputs=regex(pattern), max_tokens=60)
     settle(tight)
@@ -323,6 +324,7 @@ def test_random_arrivals_and_aborts_leave_nothing_behind(compiler, seed):
         compiler=compiler,
         max_num_batched_tokens=16,
         data_parallel_size=1 + seed // 2,
+        separate_paths=seed % 3 > 0,
     )
     constrained = ["[a-c]{2,9}", "(abc-){1,4}!", "hello-hello-hello", "[0-9]+\\.[0-9]{2}", "(", "[ab]?"]
     names: list[str] = []

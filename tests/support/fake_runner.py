@@ -26,6 +26,8 @@ from jaxserve.step import (
 )
 
 _MASK = (1 << 64) - 1
+GENERATED = 1 << 40
+"""Added to a generated token's id where paths are separate: decoding leaves other keys and values than a chunk."""
 POISON = -1
 """Content of a slot that a failed step left."""
 
@@ -66,12 +68,13 @@ class FakeRow:
     data_rank: int
     num_unread_tokens: int = 0
     failed: bool = False
+    separate_paths: bool = False
     mask: np.ndarray | None = None
     """Of a grammar, for the token being sampled."""
     fingerprints: list[int] = field(default_factory=list)
 
     @classmethod
-    def from_new(cls, new: NewRequestData) -> FakeRow:
+    def from_new(cls, new: NewRequestData, separate_paths: bool) -> FakeRow:
         row = cls(
             request_id=new.request_id,
             token_ids=[],
@@ -83,14 +86,17 @@ class FakeRow:
             block_tables=[list(table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             data_rank=new.data_rank,
+            separate_paths=separate_paths,
         )
         for token_id in new.token_ids:
             row.append(token_id)
         return row
 
     def append(self, token_id: int) -> None:
+        generated = self.separate_paths and len(self.token_ids) >= self.num_prompt_tokens
         self.token_ids.append(token_id)
-        self.fingerprints.append(fingerprint(self.fingerprints[-1] if self.fingerprints else 0, token_id))
+        before = self.fingerprints[-1] if self.fingerprints else 0
+        self.fingerprints.append(fingerprint(before, token_id + GENERATED * generated))
 
 
 def default_sampler(row: FakeRow, vocab_size: int) -> int:
@@ -140,6 +146,7 @@ class FakeRunner:
         step_seconds: a step's results are ready so long after it was dispatched.
         check: simulate and check the cache; off for measuring the host.
         data_parallel_size: ranks; each has its own cache.
+        separate_paths: decoding rows leave other keys and values, and prompts must not be computed by them.
     """
 
     def __init__(
@@ -155,7 +162,9 @@ class FakeRunner:
         step_seconds: float = 0.0,
         check: bool = True,
         data_parallel_size: int = 1,
+        separate_paths: bool = False,
     ) -> None:
+        self.separate_paths = separate_paths
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.groups = groups or [full_attention_group()]
         self.max_model_len = max_model_len
@@ -190,6 +199,7 @@ class FakeRunner:
             num_programs=0,
             device="fake",
             data_parallel_size=self.data_parallel_size,
+            separate_paths=self.separate_paths,
         )
 
     def recover(self) -> None:
@@ -229,7 +239,7 @@ class FakeRunner:
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
             assert new.num_computed_tokens < len(new.token_ids), "the last token must be computed"
             assert 0 <= new.data_rank < self.data_parallel_size, f"{new.request_id}: no such rank"
-            self.rows[new.request_id] = FakeRow.from_new(new)
+            self.rows[new.request_id] = FakeRow.from_new(new, self.separate_paths)
         new_ids = {new.request_id for new in step.new_requests}
         for cached in step.cached_requests:
             row = self.rows[cached.request_id]
@@ -271,7 +281,13 @@ class FakeRunner:
             assert end <= len(row.token_ids), f"{request_id}: tokens {end} of {len(row.token_ids)}"
             samples = end == len(row.token_ids)
             assert samples == (request_id in step.samples), f"{request_id}: samples is wrong"
-            assert (index < step.num_decode_rows) == (samples and num_tokens == 1), f"{request_id}: row order"
+            decodes = samples and num_tokens == 1
+            if self.separate_paths:
+                decodes = row.num_computed_tokens >= row.num_prompt_tokens
+                most = 1 if decodes else row.num_prompt_tokens - row.num_computed_tokens
+                assert num_tokens <= most, f"{request_id}: two paths in one step"
+                assert (decodes and not samples) == (request_id in step.replayed_request_ids)
+            assert (index < step.num_decode_rows) == decodes, f"{request_id}: row order"
             assert end < self.max_model_len, f"{request_id}: grows beyond max_model_len"
             assert not (row.needs_sync and row.num_unread_tokens), (
                 f"{request_id}: scheduled before it was read"

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from fake_runner import FakePendingStep, FakeRunner, fingerprint, full_attention_group, next_token
+from fake_runner import (
+    GENERATED,
+    FakePendingStep,
+    FakeRunner,
+    fingerprint,
+    full_attention_group,
+    next_token,
+)
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_cache_spec import KVCacheGroup
@@ -80,7 +87,9 @@ def make_request(
     return Request(core_request, max_model_len, grammar)
 
 
-def generate_alone(request: Request, max_model_len: int = 1024) -> tuple[list[int], FinishReason, int | None]:
+def generate_alone(
+    request: Request, max_model_len: int = 1024, separate_paths: bool = False
+) -> tuple[list[int], FinishReason, int | None]:
     """What a greedy request must get: tokens, finish reason and stop reason, computed without any
     scheduler."""
     params, prompt = request.sampling_params, request.all_token_ids[: request.num_prompt_tokens]
@@ -95,7 +104,7 @@ def generate_alone(request: Request, max_model_len: int = 1024) -> tuple[list[in
         while len(output) < params.min_tokens and token_id in stops:
             token_id = (token_id + 1) % VOCAB_SIZE
         output.append(token_id)
-        state = fingerprint(state, token_id)
+        state = fingerprint(state, token_id + GENERATED * separate_paths)
         if token_id in stops:
             return output, FinishReason.STOP, None if token_id in eos else token_id
         if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
@@ -110,6 +119,7 @@ class Harness:
         depth: steps that may be in flight while the next one is scheduled (0 is synchronous).
         compiler: of the grammars that requests bring.
         data_parallel_size: ranks.
+        separate_paths: of the runner.
     """
 
     def __init__(
@@ -124,10 +134,12 @@ class Harness:
         enable_prefix_caching: bool = True,
         compiler: GrammarCompiler | None = None,
         data_parallel_size: int = 1,
+        separate_paths: bool = False,
         **config: object,
     ) -> None:
         groups = groups or [full_attention_group()]
         self.depth, self.max_model_len, self.compiler = depth, max_model_len, compiler
+        self.separate_paths = separate_paths
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **config
@@ -139,6 +151,7 @@ class Harness:
             max_model_len,
             None if compiler is None else MaskFiller(compiler),
             data_parallel_size,
+            separate_paths,
         )
         self.runner = FakeRunner(
             num_blocks + 1,
@@ -149,6 +162,7 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             data_parallel_size=data_parallel_size,
+            separate_paths=separate_paths,
         )
         self.in_flight: deque[tuple[SchedulerOutput, FakePendingStep]] = deque()
         self.requests: dict[str, Request] = {}
@@ -267,6 +281,6 @@ class Harness:
         """The request got what it would have got alone."""
         result, expected = (
             self.results[request_id],
-            generate_alone(self.requests[request_id], self.max_model_len),
+            generate_alone(self.requests[request_id], self.max_model_len, self.separate_paths),
         )
         assert (result.token_ids, result.finish_reason, result.stop_reason) == expected, request_id
