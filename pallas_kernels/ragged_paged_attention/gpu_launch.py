@@ -57,7 +57,7 @@ def launch(
     arguments = [*operands, *refs]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arguments, *out_type)]
     sizes = [types[i].shape[0] for i in batched]
-    if interpret is not None or max(sizes) > MOST:
+    if interpret is not None or max(sizes, default=0) > MOST:
         return tuple(build(tuple(out_type))(*arguments))
     most = [
         jax.ShapeDtypeStruct((MOST, *t.shape[1:]), t.dtype) if i in batched else t

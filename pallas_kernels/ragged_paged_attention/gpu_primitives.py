@@ -1,4 +1,4 @@
-"""Small pieces of Mosaic GPU the kernels share: stores, the layout for whole lines, an atomic counter."""
+"""Small pieces of Mosaic GPU the kernels share: stores, a barrier, the layout for whole lines, an atomic counter."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def warpgroup_barrier(*, compiled: bool) -> None:
+    """Wait for the other warps of the warpgroup, in a kernel that leaves no barriers to the compiler."""
+    if not compiled:
+        return
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        utils.warpgroup_barrier()
+
+    barrier()
 
 
 def copy_layout(rows: int, head_size: int) -> Any:

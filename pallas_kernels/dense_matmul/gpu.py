@@ -1,0 +1,592 @@
+"""Dense products for Hopper (Mosaic GPU): bfloat16 or float16 rows and weights, sums in float32.
+
+Central ideas:
+
+* Products are computed transposed: a weight's outputs are the 64-row side of the tensor core's instruction, tokens are
+  its columns, of which there may be as few as 8. A tile is 128 outputs (two multiplying warpgroups) and all tokens, or
+  256 of many: each weight is read once. One warpgroup loads, running ahead over the ends of items.
+* Every multiprocessor gets the same number of steps, whatever divides what (``gpu_work``). Where there are too few
+  outputs for that, the contracted dimension is cut into chunks, whose sums the last one to finish adds up in order.
+* A row's bits depend on the weight's shape alone: the order of sums is fixed by the chunks, and these by the shape.
+  Neither the number of rows nor the configuration or the number of multiprocessors has a part in it.
+* What follows a product in a layer happens where its sums are: adding the residual, silu(gate) * up.
+* CTAs of a cluster may share the rows that they all need: each loads a part and sends it to all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, and tracing nothing imports nothing
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
+from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.ragged_paged_attention.gpu_primitives import (
+    add_and_fetch,
+    signal,
+    store,
+    store_transposed,
+    wait_for,
+)
+
+ROWS = 64
+"""Outputs of one instruction, and the elements of a swizzled line."""
+COLUMNS = 64
+"""Tokens stored at a time."""
+CONSUMERS = 2
+ALIGNED = 8
+WIDEST = 256
+SHARED_MEMORY = 232_448
+"""Bytes of one CTA."""
+DTYPES = ("bfloat16", "float16")
+FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 124, 8, 256
+"""Chunks are made until there are so many tiles of them, up to so many and no shorter than that."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tuned. None of it changes a bit of the result.
+
+    Args:
+        width: tokens of a tile, a multiple of 8 up to 256.
+        step: contracted elements loaded at a time, 64 or 128; 64 where 128 does not divide them.
+        stages: steps in flight, 2 or more.
+        cluster: CTAs that share the rows they load, 1, 2 or 4.
+        snap: steps by which a worker's stretch may differ, to end with a chunk.
+        consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
+    """
+
+    width: int
+    step: int = 64
+    stages: int = 4
+    cluster: int = 1
+    snap: int = 3
+    consumer_registers: int = 216
+    producer_registers: int = 72
+
+    def __post_init__(self) -> None:
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"cluster is 1, 2 or 4, not {self.cluster}")
+        if self.width % (ALIGNED * self.cluster) or not 0 < self.width <= WIDEST:
+            raise ValueError(
+                f"width is a multiple of {ALIGNED} x cluster ({self.cluster}) up to {WIDEST}, not {self.width}"
+            )
+        if self.width > COLUMNS and self.width % COLUMNS:
+            raise ValueError(f"a width above {COLUMNS} is a multiple of it, unlike {self.width}")
+        if self.step not in (64, 128):
+            raise ValueError(f"step is 64 or 128, not {self.step}")
+        if self.stages < 2:
+            raise ValueError(
+                "stages are 2 or more: a step's memory is free once the next one's product has begun"
+            )
+        # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
+        if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
+            raise ValueError(f"{self} gives out more registers than a CTA has")
+        if self.shared_memory > SHARED_MEMORY:
+            raise ValueError(f"{self} needs {self.shared_memory} bytes of shared memory, of {SHARED_MEMORY}")
+
+    @property
+    def columns(self) -> int:
+        """Tokens that leave at a time."""
+        return min(self.width, COLUMNS)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, about 1 KiB of barriers and alignment included, for results of 16 bits."""
+        loads = self.stages * (CONSUMERS * ROWS + self.width) * self.step * 2
+        return loads + CONSUMERS * self.columns * ROWS * 2 + 1024
+
+
+@functools.cache
+def _tuning() -> dict[str, Any]:
+    file = resources.files("pallas_kernels.dense_matmul") / "gpu_tuning.json"
+    return json.loads(file.read_text())
+
+
+def tuned(num_rows: int) -> Config:
+    """The table's configuration for so many rows."""
+    for entry in _tuning()["tables"]:
+        if entry["rows"] is None or num_rows <= entry["rows"]:
+            return Config(**{key: value for key, value in entry.items() if key not in ("rows", "source")})
+    raise ValueError("gpu_tuning.json has no entry for any number of rows: its last one's rows is null")
+
+
+def chunks_of(outputs: int, inner: int) -> int:
+    """Chunks of the contracted dimension. They decide a result's bits, so nothing but the shape decides them."""
+    for entry in _tuning()["chunks"]:
+        if (entry["outputs"], entry["inner"]) == (outputs, inner):
+            return entry["chunks"]
+    tiles = pl.cdiv(outputs, CONSUMERS * ROWS)
+    most = max(min(MOST_CHUNKS, inner // SHORTEST_CHUNK), 1)
+    return min(pl.cdiv(FILLED, tiles), most)
+
+
+def use_from_table(num_rows: int) -> bool:
+    """Whether the table has this kernel compute products of so many rows."""
+    used = _tuning()["used"]
+    return used["from"] <= num_rows <= used["to"]
+
+
+def supported(outputs: int, inner: int, dtype: Any, *, gated: bool = False) -> str | None:
+    """Why the kernel cannot multiply by an [outputs, inner] weight, None when it can."""
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        return f"the Hopper dense product takes {' or '.join(DTYPES)}, not {name}"
+    multiple = 2 * ROWS if gated else ROWS
+    if outputs % multiple or inner % ROWS:
+        return (
+            f"the Hopper dense product takes weights whose sizes are multiples of {multiple} and {ROWS}, not {outputs} x "
+            f"{inner}"
+        )
+    return None
+
+
+def dense_matmul(
+    x: jax.Array, weight: jax.Array, *, config: Config, num_sms: int, residual: jax.Array | None = None,
+    gated: bool = False, out_dtype: Any = None, chunks: int | None = None, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """[T, N], or [T, N / 2] with ``gated``; see ``reference``. Sums in float32, rounded to ``out_dtype`` (x's).
+
+    Args:
+        x: [T, K], T up to the configuration's width or a multiple of it.
+        weight: [N, K] of the same type; N and K multiples of 64.
+        num_sms: multiprocessors to fill.
+        residual: [T, N] of x's type.
+        chunks: instead of the shape's own; then the bits are others.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    num_rows, (outputs, inner) = x.shape[0], weight.shape
+    token_tiles = pl.cdiv(num_rows, config.width)
+    rows = token_tiles * config.width
+    if rows != num_rows:
+        pad = ((0, rows - num_rows), (0, 0))
+        x, residual = jnp.pad(x, pad), None if residual is None else jnp.pad(residual, pad)
+    chunks = chunks_of(outputs, inner) if chunks is None else chunks
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if out_dtype != x.dtype and (out_dtype != jnp.float32 or gated or residual is not None):
+        raise ValueError(
+            f"a product of {x.dtype} is rounded to that, or to float32 without gate and residual, not {out_dtype}"
+        )
+    case = _Case(
+        config, outputs, inner, 1 if gated else chunks, token_tiles, num_sms // config.cluster, gated,
+        residual is not None, out_dtype.name, atomic=interpret is None,
+    )  # fmt: skip
+    # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
+    # knew: kernels of a program follow one another, so that all of them may use the same.
+    counters = jnp.zeros(case.num_counters, jnp.int32)
+    operands = [x, weight] + ([residual] if residual is not None else [])
+    refs = []
+    if interpret is None:
+        operands.append(counters)
+    else:
+        refs.append(jax.new_ref(counters))
+    out_type = (jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), out_dtype),)
+    if case.shares_chunks:
+        out_type += (jax.ShapeDtypeStruct((case.num_handed, ROWS, config.width), jnp.float32),)
+    if case.chunks > 1:
+        out_type += (jax.ShapeDtypeStruct((case.num_partials, ROWS, config.width), jnp.float32),)
+    clusters: dict[str, Any] = {}
+    if config.cluster > 1:
+        clusters = dict(cluster=(config.cluster,), cluster_names=("cluster",))
+    build = functools.partial(
+        plgpu.kernel,
+        _kernel_body(case, x.dtype),
+        grid=(case.line.workers,),
+        grid_names=("worker",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(case, x.dtype),
+        kernel_name="dense_matmul",
+        interpret=interpret,
+        **clusters,
+    )
+    out = launch(
+        lambda out_type: build(out_type=out_type), ("dense_matmul", case, x.dtype.name),
+        operands, refs, out_type, batched=[], interpret=interpret,
+    )[0]  # fmt: skip
+    return out[:num_rows]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What one compiled kernel is made for."""
+
+    config: Config
+    outputs: int
+    inner: int
+    chunks: int
+    token_tiles: int
+    most_workers: int
+    gated: bool
+    has_residual: bool
+    out_dtype: str
+    atomic: bool
+
+    @property
+    def step(self) -> int:
+        return self.config.step if self.inner % self.config.step == 0 else ROWS
+
+    @property
+    def stages(self) -> int:
+        return self.config.stages * self.config.step // self.step
+
+    @functools.cached_property
+    def line(self) -> Line:
+        """The work of one cluster's CTAs, which walk it together, each with outputs of its own."""
+        outputs = CONSUMERS * ROWS * self.config.cluster
+        tiles = pl.cdiv(self.outputs, outputs) * self.token_tiles
+        borders = tuple(each // self.step for each in chunk_borders(self.inner, self.chunks))
+        workers = min(self.most_workers, tiles * self.chunks)
+        # With no more workers than chunks each has one chunk, or as many as the others.
+        snap = borders[-1] if workers == tiles * self.chunks else self.config.snap
+        return Line(tiles, borders, workers, snap)
+
+    @functools.cached_property
+    def shares_chunks(self) -> bool:
+        return self.line.shares_chunks
+
+    @property
+    def num_handed(self) -> int:
+        """Sums that a worker may leave to the next one."""
+        return self.line.workers * self.config.cluster * CONSUMERS
+
+    @property
+    def num_partials(self) -> int:
+        return self.line.tiles * self.config.cluster * CONSUMERS * self.chunks
+
+    @property
+    def num_counters(self) -> int:
+        """A flag for each handing over, a count of chunks for each 64 outputs of a tile."""
+        return self.num_handed + self.line.tiles * self.config.cluster * CONSUMERS
+
+
+def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    config, step, stages = case.config, case.step, case.stages
+
+    def tiled(kind: Any) -> Any:
+        return plgpu.TilingTransform((8, 128 // jnp.dtype(kind).itemsize)), plgpu.SwizzleTransform(128)
+
+    scratch: dict[str, Any] = dict(
+        weights_s=plgpu.SMEM((stages, CONSUMERS, ROWS, step), dtype, transforms=tiled(dtype)),
+        tokens_s=plgpu.SMEM((stages, config.width, step), dtype, transforms=tiled(dtype)),
+        out_s=plgpu.SMEM((CONSUMERS, config.columns, ROWS), dtype, transforms=tiled(dtype)),
+        full=plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=stages),
+        count_s=plgpu.SMEM((CONSUMERS, 1), jnp.int32),
+    )
+    if config.cluster > 1:
+        scratch["free"] = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=stages
+        )
+    else:
+        scratch["free"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+    if case.gated:
+        scratch["up_full"] = plgpu.Barrier()
+        scratch["up_free"] = plgpu.Barrier()
+    if case.has_residual:
+        scratch["residual_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
+    return scratch
+
+
+def _kernel_body(case: _Case, dtype: Any) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    config, line, step_size, stages = case.config, case.line, case.step, case.stages
+    width, columns, cluster, chunks = config.width, config.columns, config.cluster, case.chunks
+    half = case.outputs // 2
+
+    def dense_matmul(
+        x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_full=None, up_free=None,
+        residual_full=None,
+    ):  # fmt: skip
+        residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
+        counters, out, *refs = refs
+        handed, refs = (refs[0], refs[1:]) if case.shares_chunks else (None, refs)
+        partials = refs[0] if chunks > 1 else None
+        worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+        rank = lax.axis_index("cluster") if cluster > 1 else 0
+        begin, end = line.border(worker), line.border(worker + 1)
+
+        def walk(action, carry):
+            """``action(item, carry)`` for the items of this worker's stretch, the last one first."""
+
+            def one_item(state):
+                stop, carry = state
+                tile, chunk, first, last = line.chunk_of(stop - 1)
+                start = jnp.maximum(first, begin)
+                return start, action((tile, chunk, start, stop, start > first, stop < last), carry)
+
+            return lax.while_loop(lambda state: state[0] > begin, one_item, (end, carry))[1]
+
+        def place(tile, consumer):
+            """First token, first row of the weight, first output of 64, and whether there are such."""
+            tokens = pl.multiple_of(lax.rem(tile, case.token_tiles) * width, ALIGNED)
+            block = lax.div(tile, case.token_tiles) * cluster + rank
+            if case.gated:
+                output = pl.multiple_of(block * ROWS, ROWS)
+                return tokens, pl.multiple_of(output + consumer * half, ROWS), output, output < half
+            output = pl.multiple_of((block * CONSUMERS + consumer) * ROWS, ROWS)
+            return tokens, output, output, output < case.outputs
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def load(item, done):
+                tile, _, start, stop, _, _ = item
+
+                def one_step(at, done):
+                    slot = lax.rem(done, stages)
+                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    first = (at - tile * line.steps) * step_size
+                    inner = pl.ds(pl.multiple_of(first, step_size), step_size)
+                    for consumer in range(CONSUMERS):
+                        tokens, row, _, exists = place(tile, consumer)
+
+                        @pl.when(exists)
+                        def _load(consumer=consumer, row=row):
+                            plgpu.copy_gmem_to_smem(
+                                weight.at[pl.ds(row, ROWS), inner],
+                                weights_s.at[slot, consumer],
+                                full.at[slot],
+                            )
+
+                        # The arrival that the copy would make.
+                        pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(tokens, width), inner], tokens_s.at[slot], full.at[slot],
+                        collective_axes="cluster" if cluster > 1 else None,
+                    )  # fmt: skip
+                    return done + 1
+
+                return lax.fori_loop(start, stop, one_step, done)
+
+            done = walk(load, jnp.int32(0))
+            # Others of the cluster may still send to this one, or look at its barriers.
+            for slot in range(stages):
+                pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            ours = out_s.at[warpgroup]
+
+            def leaves(piece, tokens, output):
+                """The piece's tokens of this consumer's outputs, in global memory."""
+                return out.at[pl.ds(tokens + piece * columns, columns), pl.ds(output, ROWS)]
+
+            def store_piece(value, piece, tokens, output):
+                if case.out_dtype == "float32":
+                    store_transposed(leaves(piece, tokens, output), value, direct=case.atomic)
+                    return
+                if residual is not None:
+                    rows = pl.ds(tokens + piece * columns, columns)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+                    plgpu.copy_gmem_to_smem(
+                        residual.at[rows, pl.ds(output, ROWS)], ours, residual_full.at[warpgroup]
+                    )
+                    plgpu.barrier_wait(residual_full.at[warpgroup])
+                    before = plgpu.load(ours.T, layout=plgpu.Layout.WGMMA, optimized=False)
+                    value = before.astype(jnp.float32) + value.astype(dtype).astype(jnp.float32)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                ours.T[...] = value.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(ours, leaves(piece, tokens, output))
+
+            def store_gated(value, piece, tokens, output):
+                """The second consumer has the other half: it hands it over in shared memory."""
+
+                @pl.when(warpgroup == 1)
+                def _up():
+                    plgpu.barrier_wait(up_free)
+                    ours.T[...] = value.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(up_full)
+
+                @pl.when(warpgroup == 0)
+                def _gate():
+                    gate = value.astype(dtype).astype(jnp.float32)
+                    plgpu.barrier_wait(up_full)
+                    up = plgpu.load(out_s.at[1].T, layout=plgpu.Layout.WGMMA, optimized=False)
+                    product = gate / (1.0 + jnp.exp(-gate)) * up.astype(jnp.float32)
+                    plgpu.barrier_arrive(up_free)
+                    store_piece(product, piece, tokens, output)
+
+            def finish(tile, value_of):
+                """``value_of(piece)`` are a tile's sums, [64, columns]."""
+                tokens, _, output, exists = place(tile, warpgroup)
+
+                @pl.when(exists)
+                def _store():
+                    for piece in range(width // columns):
+                        (store_gated if case.gated else store_piece)(value_of(piece), piece, tokens, output)
+
+            def slot_of(tile):
+                """Among 64 outputs by a tile's tokens."""
+                return (tile * cluster + rank) * CONSUMERS + warpgroup
+
+            def merge(item, sums):
+                """Leave a chunk's sums; whoever is the last of a tile's chunks adds them up in order."""
+                tile, chunk = item[:2]
+                slot = slot_of(tile)
+                store(partials.at[slot * chunks + chunk], sums)
+                counter = case.num_handed + slot
+                before = add_and_fetch(
+                    counters.at[pl.ds(counter, 1)], count_s.at[warpgroup], jnp.int32(1), atomic=case.atomic
+                )
+
+                @pl.when(before == chunks - 1)
+                def _last():
+                    counters[counter] = jnp.int32(0)
+
+                    def load_partial(chunk, piece):
+                        part = partials.at[slot * chunks + chunk, :, pl.ds(piece * columns, columns)]
+                        return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
+
+                    def value_of(piece):
+                        parts = [load_partial(chunk, piece) for chunk in range(chunks)]
+                        return functools.reduce(lambda a, b: a + b, parts)
+
+                    finish(tile, value_of)
+
+            def multiply(item, done):
+                tile, _, start, stop, goes_on, is_left = item
+
+                def products(sums):
+                    def one_step(at, done):
+                        slot = lax.rem(done, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        plgpu.wgmma(sums, weights_s.at[slot, warpgroup], tokens_s.at[slot].T)
+                        plgpu.wgmma_wait(1)  # the step before is done with its slot
+                        before = lax.rem(done + stages - 1, stages)
+                        pl.when(at > start)(lambda: plgpu.barrier_arrive(free.at[before]))
+                        return done + 1
+
+                    lax.fori_loop(start, stop, one_step, done)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[lax.rem(done + stop - start - 1, stages)])
+
+                def slot_of_handed(of):
+                    return (of * cluster + rank) * CONSUMERS + warpgroup
+
+                def load_handed():
+                    wait_for(counters.at[pl.ds(slot_of_handed(worker), 1)], atomic=case.atomic)
+                    left = handed.at[slot_of_handed(worker)]
+                    return plgpu.load(left, layout=plgpu.Layout.WGMMA, optimized=False)
+
+                def from_zero():
+                    def run(sums):
+                        products(sums)
+                        return sums[...]
+
+                    return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+
+                def from_handed():
+                    if case.atomic:
+                        sums = pl.run_state(products)(plgpu.ACC.init(load_handed()))
+                    else:
+                        sums = load_handed() + from_zero()  # interpret mode's sums begin with nothing
+                    # It comes last so that the compiler does not join the two ways' ends, where sums are in flight.
+                    counters[slot_of_handed(worker)] = jnp.int32(0)
+                    return sums
+
+                sums = lax.cond(goes_on, from_handed, from_zero) if case.shares_chunks else from_zero()
+
+                def hand_over():
+                    after = slot_of_handed(worker + 1)
+                    store(handed.at[after], sums)
+                    signal(counters.at[pl.ds(after, 1)], atomic=case.atomic)
+
+                def complete():
+                    if chunks > 1:
+                        merge(item, sums)
+                    else:
+                        pieces = [sums[:, i * columns : (i + 1) * columns] for i in range(width // columns)]
+                        finish(tile, lambda piece: pieces[piece])
+
+                if case.shares_chunks:
+                    pl.when(is_left)(hand_over)
+                    pl.when(jnp.logical_not(is_left))(complete)
+                else:
+                    complete()
+                return done + (stop - start)
+
+            if case.gated:
+                pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(up_free))
+            walk(multiply, jnp.int32(0))
+            if case.gated:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(up_free))
+            plgpu.wait_smem_to_gmem(0)
+
+    return dense_matmul
+
+
+@dataclass(frozen=True)
+class GpuDenseMatmul:
+    """The kernel on Hopper; see ``dispatch.DenseMatmul``. Static in the compiled step.
+
+    Args:
+        num_sms: multiprocessors to fill; None asks the first device.
+        config: instead of the tuning table's.
+        always: used for any number of rows, not only where the table says so.
+        interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
+    """
+
+    num_sms: int | None = None
+    config: Config | None = None
+    always: bool = False
+    interpret: Any = None
+    name = "mosaic_gpu"
+
+    def why_not(
+        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+    ) -> str | None:
+        """Why it does not multiply so many rows by an [outputs, inner] weight, None when it does."""
+        if not self.always and not use_from_table(num_rows):
+            return f"gpu_tuning.json leaves {num_rows} rows to XLA"
+        return supported(outputs, inner, dtype, gated=gated)
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
+        out_dtype: Any = None,
+    ) -> jax.Array:  # fmt: skip
+        """[T, N], or [T, N / 2] with ``gated``.
+
+        Raises:
+            ValueError: what ``why_not`` says, or operands of two types.
+        """
+        if x.dtype != weight.dtype:
+            raise ValueError(
+                f"the Hopper dense product takes rows and weights of one type, not {x.dtype} and {weight.dtype}"
+            )
+        reason = self.why_not(x.shape[0], *weight.shape, x.dtype, gated=gated)
+        if reason is not None:
+            raise ValueError(reason)
+        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        config = self.config or tuned(x.shape[0])
+        return _jitted(x, weight, residual, config, num_sms, gated, out_dtype, self.interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+def _jitted(
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, config: Config, num_sms: int, gated: bool,
+    out_dtype: Any, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """Traced once for all layers of a step."""
+    return dense_matmul(
+        x, weight, config=config, num_sms=num_sms, residual=residual, gated=gated, out_dtype=out_dtype,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+__all__ = ["Config", "GpuDenseMatmul", "chunks_of", "dense_matmul", "supported", "tuned"]
