@@ -27,15 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import (
-    add_and_fetch,
-    signal,
-    store,
-    store_transposed,
-    wait_for,
-)
+from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, store
 
 ROWS = 64
 """Outputs of one instruction, and the elements of a swizzled line."""
@@ -143,8 +138,8 @@ def supported(outputs: int, inner: int, dtype: Any, *, gated: bool = False) -> s
     multiple = 2 * ROWS if gated else ROWS
     if outputs % multiple or inner % ROWS:
         return (
-            f"the Hopper dense product takes weights whose sizes are multiples of {multiple} and {ROWS}, not {outputs} x "
-            f"{inner}"
+            f"the Hopper dense product takes weights whose sizes are multiples of {multiple} and {ROWS}, not "
+            f"{outputs} x {inner}"
         )
     return None
 
