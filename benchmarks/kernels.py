@@ -46,8 +46,10 @@ SECTIONS = {
     "prefill": 200,
     "mixed": 120,
     "grouped": 300,
+    "dense": 240,
     "sweep": 240,
     "grouped_sweep": 400,
+    "dense_sweep": 300,
 }
 """Section: its time limit in seconds."""
 
@@ -90,7 +92,8 @@ def main() -> int:
     parser.add_argument(
         "--override",
         default="{}",
-        help='configuration, as {"decode": {...}, "prefill": {...}, "grouped": {...}}',
+        help='configuration, as {"decode": {...}, "prefill": {...}, "grouped": {...}, "dense": {"64": {...}}}; of '
+        'dense_sweep: {"dense": {"sweep": {"64": [{...}, ...]}}}',
     )
     parser.add_argument("--ours-only", action="store_true", help="leave out what ours is compared with")
     parser.add_argument(
@@ -198,6 +201,7 @@ class Context:
             sys.exit(why_not)
         self.jax, self.jnp, self.ours_only, self.tiny = jax, jnp, ours_only, tiny
         self.grouped = override.get("grouped", {})
+        self.dense = override.get("dense", {})
         decode, prefill = gpu._tuned("decode", HEAD_SIZE), gpu._tuned("prefill", HEAD_SIZE)
         self.tuned = gpu.GpuBackend(
             decode=DecodeConfig(**{**decode, **override["decode"]}) if "decode" in override else None,
@@ -799,6 +803,25 @@ def section_grouped_sweep(context: Context) -> None:
 
     timed = functools.partial(product_times, context)
     grouped_products.sweep(context, emit, timed, size=grouped_products.Size())
+
+
+def dense_times(context: Context, run: Callable[[], Any], products: int, name: str) -> tuple[float, float]:
+    """us of the kernels of a product whose names hold ``name``, and of a product from first start to last end."""
+    runs = profile(context, run)
+    layer = kernel_and_layer(runs, products, lambda each: True)[1]
+    return kernel_and_layer(runs, products, lambda each: name in each)[0], layer
+
+
+def section_dense(context: Context) -> None:
+    import dense_products
+
+    dense_products.run(context, emit, functools.partial(dense_times, context))
+
+
+def section_dense_sweep(context: Context) -> None:
+    import dense_products
+
+    dense_products.sweep(context, emit, functools.partial(dense_times, context))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,271 @@
+"""The sections ``dense`` and ``dense_sweep`` of kernels.py: the dense products of Llama 8B's and Qwen3 0.6B's layers.
+
+Every product is what the layer needs: gate and up with silu(gate) * up, out and down with the residual added, logits
+in float32. Beside ours the same with XLA's product (as it chooses by default), all its kernels counted. The layers of
+a program have weights of their own, which together exceed the L2. Rates count weights, rows and results once.
+
+A record of section ``invariance`` says for which numbers of rows the first rows' bits differ from those of 8 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+KINDS = {"qkv": "plain", "out": "residual", "gate_up": "gated", "down": "residual", "logits": "float32"}
+SHAPES = {
+    "8b": {
+        "qkv": (6144, 4096),
+        "out": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "logits": (128256, 4096),
+    },
+    "0.6b": {
+        "qkv": (4096, 1024),
+        "out": (1024, 2048),
+        "gate_up": (6144, 1024),
+        "down": (1024, 3072),
+        "logits": (151936, 1024),
+    },
+}
+"""Outputs, contracted."""
+ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048), "0.6b": (1, 8, 64, 256)}
+L2 = 120 << 20
+"""Bytes of weights of a program's layers together, at least: twice the cache and more."""
+SWEEP: dict[int, list[dict[str, int]]] = {
+    8: [
+        dict(width=8, step=128, stages=6),
+        dict(width=8, step=64, stages=12),
+        dict(width=8, step=128, stages=4),
+        dict(width=8, step=128, stages=6, snap=0),
+    ],
+    64: [
+        dict(width=64, step=128, stages=4),
+        dict(width=64, step=64, stages=8),
+        dict(width=64, step=128, stages=4, cluster=2),
+        dict(width=64, step=64, stages=8, cluster=2),
+        dict(width=64, step=64, stages=8, cluster=4),
+    ],
+    128: [
+        dict(width=128, step=64, stages=6),
+        dict(width=128, step=128, stages=3),
+        dict(width=128, step=64, stages=6, cluster=2),
+        dict(width=128, step=64, stages=6, cluster=4),
+    ],
+    256: [
+        dict(width=256, step=64, stages=4),
+        dict(width=256, step=64, stages=4, cluster=2),
+        dict(width=256, step=64, stages=4, cluster=4),
+        dict(width=128, step=64, stages=6, cluster=2),
+    ],
+}
+"""Configurations tried, by rows."""
+
+
+class Tools(Protocol):
+    """What kernels.py lends."""
+
+    jax: Any
+    jnp: Any
+    rng: np.random.Generator
+    ours_only: bool
+    dense: dict[str, Any]
+
+    def random(self, *shape: int, dtype: Any = None) -> Any: ...
+
+
+Timed = Callable[[Callable[[], Any], int, str], tuple[float, float]]
+"""(run, products in it, name of the kernel or "") to us of a product's kernels, and of all that belongs to it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product with some rows, computed one way.
+
+    Args:
+        path: ``ours``, ``xla``, or a configuration of ours.
+        multiply: (x, weight, residual) to the result.
+    """
+
+    model: str
+    name: str
+    rows: int
+    path: str
+    multiply: Callable[..., Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return SHAPES[self.model][self.name]
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.name]
+
+
+def ours(tools: Tools, kind: str, config: dict[str, int] | None) -> Callable[..., Any]:
+    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul
+
+    multiply = GpuDenseMatmul(always=True, config=None if config is None else Config(**config))
+    out_dtype = tools.jnp.float32 if kind == "float32" else None
+
+    def call(x: Any, weight: Any, residual: Any) -> Any:
+        residual = residual if kind == "residual" else None
+        return multiply(x, weight, residual=residual, gated=kind == "gated", out_dtype=out_dtype)
+
+    return call
+
+
+def xla(tools: Tools, kind: str) -> Callable[..., Any]:
+    jax, jnp = tools.jax, tools.jnp
+
+    def call(x: Any, weight: Any, residual: Any) -> Any:
+        result = jnp.float32 if kind == "float32" else x.dtype
+        y = jnp.einsum("tk,nk->tn", x, weight, preferred_element_type=result)
+        if kind == "gated":
+            gate, up = jnp.split(y.astype(jnp.float32), 2, axis=1)
+            y = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return residual + y if kind == "residual" else y
+
+    return call
+
+
+class Operands:
+    """The weights of the layers of a product, and as many rows as the most."""
+
+    def __init__(self, tools: Tools, model: str, name: str) -> None:
+        self.outputs, self.inner = SHAPES[model][name]
+        layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
+        scale = self.inner**-0.5
+        self.weights = [tools.random(self.outputs, self.inner) * scale for _ in range(layers)]
+        most = max(ROWS[model])
+        self.x, self.residual = tools.random(most, self.inner), tools.random(most, self.outputs)
+
+    def of(self, rows: int, kind: str) -> tuple[Any, Any, Any]:
+        return self.x[:rows], self.weights, self.residual[:rows] if kind == "residual" else None
+
+
+def program(tools: Tools, case: Case) -> Callable[..., Any]:
+    """A jitted program of one product for each weight. Ours wait for one another, since they share counters."""
+
+    def run(x: Any, weights: Any, residual: Any) -> Any:
+        results = []
+        for weight in weights:
+            results.append(case.multiply(x, weight, residual))
+            if case.path != "xla":
+                x = x + (results[-1][:1, :1] * 0).astype(x.dtype)
+        return results
+
+    return tools.jax.jit(run)
+
+
+def compiled(tools: Tools, cases: list[Case], operands: Operands) -> list[Any]:
+    """The cases' programs, compiled side by side; an exception in place of one that could not be."""
+
+    def one(case: Case) -> Any:
+        try:
+            return program(tools, case).lower(*operands.of(case.rows, case.kind)).compile()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, cases))
+
+
+def measure(tools: Tools, emit: Callable[..., None], timed: Timed, section: str, cases: list[Case]) -> None:
+    """Compile, check and time cases that share one product's weights."""
+    operands = Operands(tools, cases[0].model, cases[0].name)
+    first_rows: dict[tuple[str, int], np.ndarray] = {}
+    for case, executable in zip(cases, compiled(tools, cases, operands), strict=True):
+        label = f"{case.model} {case.name} x {case.rows}"
+        try:
+            if isinstance(executable, Exception):
+                raise executable
+            arguments = operands.of(case.rows, case.kind)
+            found = executable(*arguments)
+            error = largest_error(tools, found[0], case, operands)
+            first_rows[case.path, case.rows] = np.asarray(found[0][:8].astype(tools.jnp.float32))
+            del found
+            name = "" if case.path == "xla" else "dense_matmul"
+            kernel_us, layer_us = timed(lambda: executable(*arguments), len(operands.weights), name)  # noqa: B023
+        except Exception as error:
+            print(f"# {label} {case.path}: {type(error).__name__}: {str(error)[:300]}")
+            emit(section=section, name=label, path=case.path, wrong=True, failed=str(error)[:200])
+            continue
+        emit(
+            section=section, name=label, path=case.path, **rate(case, kernel_us), kernel_us=kernel_us,
+            layer_us=layer_us, error=round(error, 4), wrong=not error < 0.02,
+        )  # fmt: skip
+    report_bits(emit, cases, first_rows)
+
+
+def report_bits(
+    emit: Callable[..., None], cases: list[Case], found: dict[tuple[str, int], np.ndarray]
+) -> None:
+    """Numbers of rows whose first rows are not those of 8, bit for bit."""
+    for path in dict.fromkeys(case.path for case in cases):
+        rows = [each for way, each in found if way == path]
+        expected = found.get((path, 8))
+        if expected is None or len(rows) < 2:
+            continue
+        differ = [n for n in rows if not np.array_equal(found[path, n], expected[: min(n, 8)])]
+        emit(
+            section="invariance", name=f"dense {cases[0].model} {cases[0].name}", path=path, rows=str(rows),
+            differ=str(differ), wrong=path == "ours" and bool(differ),
+        )  # fmt: skip
+
+
+def rate(case: Case, us: float) -> dict[str, Any]:
+    """TB/s of few rows, TFLOP/s of many."""
+    outputs, inner = case.shape
+    if case.rows > 256:
+        return dict(unit="TFLOP/s", rate=2 * case.rows * outputs * inner / us / 1e6)
+    stored = {"gated": outputs, "residual": 4 * outputs, "float32": 4 * outputs}.get(case.kind, 2 * outputs)
+    moved = 2 * outputs * inner + case.rows * (2 * inner + stored)
+    return dict(unit="TB/s", rate=moved / us / 1e6)
+
+
+def largest_error(tools: Tools, found: Any, case: Case, operands: Operands) -> float:
+    """Over some rows, as a share of the largest result."""
+    from pallas_kernels.dense_matmul.reference import dense_matmul
+
+    rows = np.unique(tools.rng.integers(0, case.rows, 16))
+    residual = operands.residual[rows] if case.kind == "residual" else None
+    expected = tools.jax.jit(dense_matmul, static_argnames="gated")(
+        operands.x[rows], operands.weights[0], residual=residual, gated=case.kind == "gated"
+    )
+    difference = tools.jnp.abs(found[rows].astype(tools.jnp.float32) - expected)
+    return float(tools.jnp.max(difference) / tools.jnp.max(tools.jnp.abs(expected)))
+
+
+def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
+    """Ours as the tuning table has it (or ``--override``'s ``dense``: {rows: configuration}), and XLA's."""
+    for model, shapes in SHAPES.items():
+        for name in shapes:
+            cases = []
+            for rows in ROWS[model]:
+                config = tools.dense.get(str(rows))
+                cases.append(Case(model, name, rows, "ours", ours(tools, KINDS[name], config)))
+                if not tools.ours_only:
+                    cases.append(Case(model, name, rows, "xla", xla(tools, KINDS[name])))
+            measure(tools, emit, timed, "dense", cases)
+
+
+def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
+    """Configurations of 8B's layers (or ``--override``'s ``dense_sweep``: {rows: [configuration, ...]})."""
+    chosen = tools.dense.get("sweep") or SWEEP
+    for name in ("qkv", "out", "gate_up", "down"):
+        cases = []
+        for rows, configurations in chosen.items():
+            for config in configurations:
+                path = " ".join(f"{key}={value}" for key, value in config.items() if key != "width")
+                path = f"{config['width']}: {path}"
+                cases.append(Case("8b", name, int(rows), path, ours(tools, KINDS[name], config)))
+        measure(tools, emit, timed, "dense_sweep", cases)
+
+
+__all__ = ["run", "sweep"]
