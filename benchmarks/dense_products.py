@@ -42,7 +42,7 @@ SWEEP: dict[int, list[dict[str, int]]] = {
         dict(width=8, step=128, stages=6),
         dict(width=8, step=64, stages=12),
         dict(width=8, step=128, stages=4),
-        dict(width=8, step=128, stages=6, snap=0),
+        dict(width=16, step=128, stages=5),
     ],
     64: [
         dict(width=64, step=128, stages=4),

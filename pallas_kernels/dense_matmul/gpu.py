@@ -44,6 +44,8 @@ SHARED_MEMORY = 232_448
 DTYPES = ("bfloat16", "float16")
 FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 124, 8, 256
 """Chunks are made until there are so many tiles of them, up to so many and no shorter than that."""
+EVENNESS = 40
+"""A stretch's border moves to a chunk's if it is no farther than a stretch over this."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,6 @@ class Config:
         step: contracted elements loaded at a time, 64 or 128; 64 where 128 does not divide them.
         stages: steps in flight, 2 or more.
         cluster: CTAs that share the rows they load, 1, 2 or 4.
-        snap: steps by which a worker's stretch may differ, to end with a chunk.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -63,7 +64,6 @@ class Config:
     step: int = 64
     stages: int = 4
     cluster: int = 1
-    snap: int = 3
     consumer_registers: int = 216
     producer_registers: int = 72
 
@@ -241,8 +241,8 @@ class _Case:
         tiles = pl.cdiv(self.outputs, outputs) * self.token_tiles
         borders = tuple(each // self.step for each in chunk_borders(self.inner, self.chunks))
         workers = min(self.most_workers, tiles * self.chunks)
-        # With no more workers than chunks each has one chunk, or as many as the others.
-        snap = borders[-1] if workers == tiles * self.chunks else self.config.snap
+        # With a worker for each chunk it has that; else sums are handed over rather than stretches made uneven.
+        snap = borders[-1] if workers == tiles * self.chunks else tiles * borders[-1] // (workers * EVENNESS)
         return Line(tiles, borders, workers, snap)
 
     @functools.cached_property
