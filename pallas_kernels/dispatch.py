@@ -22,6 +22,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    separate_paths: bool
+    """Whether a token's bits depend on whether its row is among the decoding ones of the step."""
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
@@ -84,6 +86,7 @@ class BlockedBackend:
 
     def __init__(self, fixed_order: bool = False) -> None:
         self.fixed_order = fixed_order
+        self.separate_paths = not fixed_order
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int

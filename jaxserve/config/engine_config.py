@@ -171,7 +171,7 @@ class CompilationConfig:
     batch_invariant: bool = setting(
         False,
         "Make a request's output depend on it alone, bit for bit, whatever else runs, however its prompt is cut and "
-        "whatever is cached. On CPUs; it costs short batches speed (docs/invariance.md).",
+        "whatever is cached. On CPUs and Hopper GPUs, for dense models; what it costs says docs/invariance.md.",
     )
     enforce_no_compile: bool = setting(
         False, "Fail a step that would compile after readiness (used in tests)."

@@ -9,7 +9,6 @@ from flax import nnx
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear, split_linear
-from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -105,7 +104,7 @@ class Attention(nnx.Module):
         qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.qk_norm is not None and self.qk_norm_eps is not None:
-            qk = rms_norm(qk, self.qk_norm[...], self.qk_norm_eps, fixed_order=self.context.batch_invariant)
+            qk = self.context.rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
         qk = rope.rotate(qk)
         q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
         if kv_scales is not None:

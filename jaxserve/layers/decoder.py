@@ -18,7 +18,7 @@ from jaxserve.layers.embedding import Embedding, LMHead
 from jaxserve.layers.mla import LatentAttention, MLAConfig
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.moe import MoE, MoEConfig
-from jaxserve.layers.norm import StackedNormWeights, rms_norm
+from jaxserve.layers.norm import StackedNormWeights
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -118,8 +118,7 @@ class DecoderLayer(nnx.Module):
         return hidden + update, kv_cache, load
 
     def _normal(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        invariant = self.attention.context.batch_invariant
-        return rms_norm(hidden, weight, self.norm_eps, fixed_order=invariant)
+        return self.attention.context.rms_norm(hidden, weight, self.norm_eps)
 
 
 def _attention(
@@ -213,9 +212,7 @@ class Decoder(nnx.Module):
             )
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
-        normal = rms_norm(
-            hidden, self.final_norm[...], self.config.rms_norm_eps, fixed_order=self.context.batch_invariant
-        )
+        normal = self.context.rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
         return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches, loads
 
     def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:

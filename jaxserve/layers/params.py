@@ -14,6 +14,7 @@ from jax import lax
 from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
+from pallas_kernels.rms_norm.dispatch import PLAIN, RMSNorm
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 TENSOR_AXIS = "model"
@@ -44,6 +45,7 @@ class LayerContext:
         grouped_matmul: what multiplies experts' tokens by their matrices.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         batch_invariant: a token's bits must not depend on what else is in the step.
+        rms_norm: of the residual stream, and of query and key heads.
         weight_first: few tokens are multiplied with the weight on the left, which is faster on CPUs.
     """
 
@@ -56,6 +58,7 @@ class LayerContext:
     rules: ShardingRules = DEFAULT_RULES
     weight_first: bool = False
     batch_invariant: bool = False
+    rms_norm: RMSNorm = PLAIN
     scaled_kv_cache: bool = False
     ragged_exchange: bool = False
     latent_backend: LatentBackend = BlockedLatentBackend()

@@ -23,6 +23,8 @@ from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, Attenti
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
+from pallas_kernels.rms_norm.dispatch import PLAIN as PLAIN_NORM
+from pallas_kernels.rms_norm.dispatch import RMSNorm
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 BLOCKED_LATENTS = BlockedLatentBackend()
@@ -139,6 +141,7 @@ def build(
     rules: ShardingRules = DEFAULT_RULES,
     weight_first: bool = False,
     batch_invariant: bool = False,
+    rms_norm: RMSNorm = PLAIN_NORM,
     kv_cache_dtype: Any = None,
     latent_backend: LatentBackend = BLOCKED_LATENTS,
     grouped_matmul: GroupedMatmul = PORTABLE,
@@ -154,7 +157,7 @@ def build(
             mesh of these sizes.
         rules: logical to mesh axes.
         weight_first: multiply few tokens with the weight on the left: for CPUs.
-        batch_invariant: as ``LayerContext`` has it.
+        batch_invariant, rms_norm: as ``LayerContext`` has them.
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
         latent_backend: what takes the place of ``backend`` in models that cache latents.
         grouped_matmul: of experts.
@@ -174,7 +177,7 @@ def build(
     context = LayerContext(
         np.dtype(dtype), backend, tensor_parallel_size, data_parallel_size, expert_parallel, sequence_parallel,
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, rms_norm=rms_norm,
         ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
     )  # fmt: skip
     module = family.create(config, context)

@@ -42,7 +42,8 @@ class BucketTable:
         max_num_seqs: int,
         *,
         decode_programs: bool = False,
-        batch_invariant: bool = False,
+        fewest_rows: int = 1,
+        fine: bool = False,
     ) -> BucketTable:
         """One token, powers of two up to the budget, and the budget itself.
 
@@ -50,19 +51,23 @@ class BucketTable:
             max_num_batched_tokens, max_num_seqs: the largest step.
             decode_programs: steps that only decode have programs of their own, up to ``max_num_seqs``; then the others
                 begin at ``SMALLEST_MIXED``, since a prompt's few tokens cost what that many do.
-            batch_invariant: no bucket of one token: a product with one row is another algorithm, which adds up in
-                another order.
+            fine: with them, add the sizes of ``FINE_DECODE`` and, for prompts, those half-way from ``FINE_MIXED`` on.
+            fewest_rows: no bucket has fewer tokens (padding makes up for it), as a product with one row is another
+                algorithm, which adds up in another order; nor fewer rows, with decode programs. From 2 on the smallest
+                has ``SMALLEST_BATCH``, if the budget lets it.
         """
-        smallest = 2 if batch_invariant else 1
         if not decode_programs:
-            sizes = _ladder(max_num_batched_tokens, smallest)
+            sizes = _ladder(max_num_batched_tokens, fewest_rows)
             every = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
             return cls(every, every)
         sizes = _ladder(max_num_batched_tokens)
         sizes = [size for size in sizes if size >= SMALLEST_MIXED] or sizes[-1:]
-        mixed = tuple(Bucket(size, min(size, max_num_seqs)) for size in sizes)
-        most = min(max_num_seqs, max_num_batched_tokens)
-        decode = tuple(Bucket(size, size) for size in _ladder(most, smallest))
+        if fine:
+            sizes = _with(sizes, (size * 3 // 2 for size in sizes if size >= FINE_MIXED))
+        most = max(min(max_num_seqs, max_num_batched_tokens), fewest_rows)
+        mixed = tuple(Bucket(size, min(size, most)) for size in (max(size, fewest_rows) for size in sizes))
+        rows = _ladder(most, fewest_rows)
+        decode = tuple(Bucket(size, size) for size in (_with(rows, FINE_DECODE) if fine else rows))
         return cls(tuple(sorted({*mixed, *decode})), mixed, decode)
 
     def smallest(self, num_tokens: int, num_rows: int, *, decode_only: bool = False) -> Bucket:

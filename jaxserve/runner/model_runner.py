@@ -21,6 +21,7 @@ from jaxserve.models import Model, build
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
+from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.kv_arrays import (
     MemoryBudget,
@@ -102,21 +103,19 @@ class JaxModelRunner:
         self.counter.start()
         return self.info
 
+    @property
+    def invariance(self) -> Invariance:
+        """What is done so that outputs depend on their requests alone."""
+        return Invariance(self.config.compilation_config.batch_invariant, self.platform)
+
     def _check_invariance(self, model: Model) -> None:
         """Refuse ``batch_invariant`` where it would be asked for in vain."""
-        scheduler = self.config.scheduler_config
-        kind = "latent attention" if model.has_latents else "experts" if model.has_experts else None
-        if kind is not None:
-            raise ConfigError(
-                f"batch_invariant is implemented for dense models, and this one has {kind}; leave it out.",
-                param="batch_invariant",
-            )
-        if self.platform != "cpu":
-            raise ConfigError(
-                f"batch_invariant is implemented on CPUs, not on this {self.platform.upper()}; leave it out.",
-                param="batch_invariant",
-            )
-        if scheduler.max_num_batched_tokens == 1:
+        if not self.invariance.enabled:
+            return
+        devices = self.config.parallel_config.num_devices
+        if (why_not := self.invariance.why_not(model, self.backend, self.why_no_kernels, devices)) is not None:
+            raise ConfigError(why_not, param="batch_invariant")
+        if self.config.scheduler_config.max_num_batched_tokens == 1:
             raise ConfigError(
                 "batch_invariant needs steps of at least 2 tokens; raise max_num_batched_tokens from 1.",
                 param="max_num_batched_tokens",
@@ -151,11 +150,11 @@ class JaxModelRunner:
         return jax.devices()
 
     def _make_placement(self, devices: list[Any]) -> Placement:
-        parallel = self.config.parallel_config
+        parallel, options = self.config.parallel_config, self.invariance.compiler_options
         if parallel.num_devices == 1:
-            return Placement()
+            return Placement(compiler_options=options)
         tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-        return Placement(make_mesh(tensor, devices, data_parallel_size=data))
+        return Placement(make_mesh(tensor, devices, data_parallel_size=data), options)
 
     def _choose_model(self, hf_config: dict[str, Any]) -> None:
         """The model and the types it computes in; no array is made."""
@@ -186,15 +185,16 @@ class JaxModelRunner:
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
         )  # fmt: skip
         # Weights come first for few tokens only, and so would change the order of summation with their number.
-        invariant = self.config.compilation_config.batch_invariant
+        invariant = self.invariance.enabled
         first = self.platform == "cpu" and not invariant
-        portable = make(BlockedBackend(fixed_order=invariant), weight_first=first, batch_invariant=invariant)
-        if invariant:
-            self._check_invariance(portable)
+        make = partial(make, batch_invariant=invariant)
+        blocked = BlockedBackend(fixed_order=invariant)
+        portable = make(blocked, weight_first=first, rms_norm=self.invariance.rms_norm(blocked))
         self._tell_of_experts(portable)
         self.specs = [spec.on_one_of(devices) for spec in portable.kv_cache_specs(self.cache_dtype.name)]
         if portable.has_latents:
             self.backend, self.why_no_kernels = latent_backend(self.platform)
+            self._check_invariance(portable)
             if self.why_no_kernels is not None:
                 logger.warning("Attention takes the portable path, which is slower: %s.", self.why_no_kernels)
             return portable
@@ -207,11 +207,14 @@ class JaxModelRunner:
             kv_dtype=self.cache_dtype,
         )
         backend, why_not = self._attention_backend(sizes, portable)
-        self.backend = backend
+        self.backend, self.why_no_kernels = backend, why_not
+        self._check_invariance(portable)
         if why_not is not None:
             self._refuse_cache_type(replace(sizes, kv_dtype=self.dtype), portable, why_not)
             logger.warning("Attention takes the portable path, which is slower: %s", why_not)
-        return portable if isinstance(backend, BlockedBackend) else make(backend)
+        if isinstance(backend, BlockedBackend):
+            return portable
+        return make(backend, rms_norm=self.invariance.rms_norm(backend))
 
     def _attention_backend(self, sizes: AttentionSizes, model: Model) -> tuple[AttentionBackend, str | None]:
         """What this process's devices offer: see ``attention_backend``."""
@@ -285,7 +288,8 @@ class JaxModelRunner:
                 scheduler.max_num_batched_tokens,
                 self.max_num_seqs,
                 decode_programs=self._style.decode_programs,
-                batch_invariant=self.config.compilation_config.batch_invariant,
+                fine=self._style.fixed_addresses,
+                fewest_rows=self.invariance.fewest_rows,
             ),
             self.block_size,
             self.max_num_seqs,
@@ -390,7 +394,7 @@ class JaxModelRunner:
         return repr((
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
             sorted(map(repr, self.model.attention_options)), self.config.parallel_config,
-            self.config.compilation_config.batch_invariant,
+            self.invariance,
         ))  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -436,6 +440,7 @@ class JaxModelRunner:
             num_programs=self.num_programs,
             device=self._device_name(),
             data_parallel_size=ranks,
+            separate_paths=self.invariance.separate_paths(self.backend),
         )
 
     def _device_name(self) -> str:

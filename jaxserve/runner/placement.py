@@ -41,9 +41,11 @@ class Placement:
 
     Args:
         mesh: None for one device.
+        compiler_options: of every program.
     """
 
     mesh: Mesh | None = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -92,12 +94,14 @@ class Placement:
             in_specs: one for each argument; out_specs: of the result.
             donate: arguments that the result takes the place of.
         """
-        mesh = self.mesh
+        mesh, options = self.mesh, dict(self.compiler_options) or None
         if mesh is None:
-            return jax.jit(function, donate_argnums=tuple(donate))
+            return jax.jit(function, donate_argnums=tuple(donate), compiler_options=options)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
-        return jax.jit(mapped, donate_argnums=tuple(donate), out_shardings=shardings)
+        return jax.jit(
+            mapped, donate_argnums=tuple(donate), out_shardings=shardings, compiler_options=options
+        )
 
     def zeros(self, abstract: Any) -> Any:
         """Arrays of zeros in these shapes and shardings."""

@@ -143,6 +143,7 @@ class GpuBackend:
     interpret: Any = None
 
     name = "mosaic_gpu"
+    separate_paths = True
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int

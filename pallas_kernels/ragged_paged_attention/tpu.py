@@ -98,6 +98,7 @@ class TpuAttentionBackend:
     interpret: Any = False
     tiles: Tiles | None = None
     name = "tpu"
+    separate_paths = True
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
