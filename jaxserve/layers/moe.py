@@ -20,6 +20,8 @@ from jaxserve.layers.linear import contract, linear
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import Router, RouterConfig
+from pallas_kernels.grouped_matmul.dispatch import FewTokens
+from pallas_kernels.grouped_matmul.few import Chosen
 from sharding import ParamSpec, ShardingRules
 
 ENOUGH_ROWS = 4096
@@ -97,6 +99,9 @@ class Experts(nnx.Module):
         """
         num_tokens, top_k = experts.shape
         num_experts = self.gate_up[...].shape[0]
+        if (few := self.few(num_tokens)) is not None:
+            chosen = Chosen.of(weights, experts, num_experts)
+            return few(x, self.gate_up[...], self.down[...], chosen).astype(x.dtype)
         here = (experts >= 0) & (experts < num_experts)
         flat = jnp.where(here, experts, num_experts).reshape(-1)
         order = jnp.argsort(flat, stable=True)
@@ -118,6 +123,15 @@ class Experts(nnx.Module):
         return jax.lax.cond(
             jnp.sum(sizes) <= usual, lambda: of_first(usual), lambda: of_first(order.shape[0])
         )
+
+    def few(self, num_tokens: int) -> FewTokens | None:
+        """The device's kernels for few tokens, where they can do this."""
+        few, weight = self.context.grouped_matmul.few, self.gate_up[...]
+        special = self.config.bias or self.config.clamped is not None
+        if few is None or special or self.context.batch_invariant:
+            return None
+        reason = few.why_not(num_tokens, weight.shape[2], weight.shape[3], weight.dtype)
+        return few if reason is None else None
 
     def _usual_rows(self, num_rows: int) -> int:
         """Sorted rows that a device has experts for, but for a very uneven step; all, where that is not worth a branch.
@@ -197,17 +211,31 @@ class MoE(nnx.Module):
             ([T, M], or this device's tokens of it where tokens are shared; int32 [E] tokens that each expert got of
             this data-parallel rank).
         """
+        out, load = self._run_few(x, live) or self._run_any(x, live)
+        if self.shared is not None:
+            out = out + self._run_shared(x)
+        return self.context.reduce_tokens(out), load
+
+    def _run_any(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """This device's part of the experts' results, and their tokens."""
         weights, experts = self.router(x)
         num_experts = self.config.router.num_experts
         experts = jnp.where(live[:, None], experts, num_experts)
         load = count_tokens(experts, num_experts)
         if self.context.expert_parallel:
-            out = over_data(self._run_local, x, weights, experts, num_experts, self.context)
-        else:
-            out = self.experts(x, weights, experts)
-        if self.shared is not None:
-            out = out + self._run_shared(x)
-        return self.context.reduce_tokens(out), load
+            return over_data(self._run_local, x, weights, experts, num_experts, self.context), load
+        return self.experts(x, weights, experts), load
+
+    def _run_few(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """The same with kernels that choose the experts of few tokens, where there are such."""
+        few, rule = self.experts.few(x.shape[0]), self.config.router.plain()
+        if few is None or rule is None or self.context.expert_parallel:
+            return None
+        if few.why_not_choose(x.shape[0], self.config.router.num_experts) is not None:
+            return None
+        gate_up, down = self.experts.gate_up[...], self.experts.down[...]
+        out, load = few.routed(x, self.router.logits(x), live, rule, gate_up, down)
+        return out.astype(x.dtype), load
 
     def _run_local(self, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
         """``Experts`` with the numbers that experts have in the whole model."""

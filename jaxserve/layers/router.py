@@ -12,9 +12,7 @@ from flax import nnx
 
 from jaxserve.layers.linear import contract
 from jaxserve.layers.params import LayerContext, value_of
-
-SMALLEST_SUM = 1e-20
-"""Added to a sum of sigmoids that weights are divided by: all of them may have underflowed."""
+from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Rule
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,14 @@ class RouterConfig:
             raise ValueError(
                 f"{self.top_groups} of {self.num_groups} groups have fewer than {self.top_k} experts"
             )
+
+    def plain(self) -> Rule | None:
+        """The rule, where the best logits are all that it takes."""
+        if self.num_groups > 1 or self.correction_bias:
+            return None
+        # A softmax over the chosen is one over all, renormalised.
+        renormalize = self.renormalize or self.scoring == "softmax_of_chosen"
+        return Rule(self.top_k, self.scoring == "sigmoid", renormalize, self.scale)
 
 
 def choose_experts(
@@ -111,7 +117,9 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tokens [T, M]: (float32 [T, k] weights, int32 [T, k] experts)."""
+        return choose_experts(self.logits(x), self.config, value_of(self.correction))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Of tokens [T, M]: float32 [T, E]."""
         logits = contract(x, self.weight[...], weight_first=self.context.weight_first)
-        if self.bias is not None:
-            logits = logits + self.bias[...].astype(jnp.float32)
-        return choose_experts(logits, self.config, value_of(self.correction))
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)

@@ -10,10 +10,60 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul import blocked
+from pallas_kernels.grouped_matmul.few import Chosen, Rule
 
 _OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
+
+
+class FewTokens(Protocol):
+    """Whole experts of few tokens, whose time is that of reading the weights. Stateless, like ``GroupedMatmul``."""
+
+    def why_not(self, num_tokens: int, ffn_size: int, hidden_size: int, dtype: Any) -> str | None:
+        """Why so many tokens' experts are left to the two grouped products; None: they are not."""
+        ...
+
+    def why_not_choose(self, num_tokens: int, num_experts: int) -> str | None:
+        """Why so many tokens' choice among so many experts is left to others; None: it is not."""
+        ...
+
+    def routed(
+        self,
+        x: jax.Array,
+        logits: jax.Array,
+        live: jax.Array,
+        rule: Rule,
+        gate_up: jax.Array,
+        down: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """``few.choose`` and ``few.gated_mlp``.
+
+        Args:
+            x: [T, M].
+            logits: float32 [T, E].
+            live: bool [T].
+            rule: how experts are chosen.
+            gate_up, down: as for ``__call__``.
+
+        Returns:
+            (float32 [T, M], int32 [E]: the tokens that each expert got).
+        """
+        ...
+
+    def __call__(self, x: jax.Array, gate_up: jax.Array, down: jax.Array, chosen: Chosen) -> jax.Array:
+        """What ``few.gated_mlp`` says. In which order it is added up may depend on the experts in use.
+
+        Args:
+            x: [T, M].
+            gate_up: [E, 2, F, M].
+            down: [E, M, F].
+            chosen: one device's experts.
+
+        Returns:
+            float32 [T, M].
+        """
+        ...
 
 
 class GroupedMatmul(Protocol):
@@ -22,6 +72,11 @@ class GroupedMatmul(Protocol):
     @property
     def name(self) -> str:
         """Of what computes it."""
+        ...
+
+    @property
+    def few(self) -> FewTokens | None:
+        """What takes few tokens' experts as a whole, if there is such a thing."""
         ...
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
@@ -47,6 +102,7 @@ class PortableGroupedMatmul:
     """Plain XLA, any types and sizes: a loop over blocks of rows on CPUs, elsewhere ``jax.lax.ragged_dot``."""
 
     name: str = "portable"
+    few: None = None
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         return None
@@ -67,6 +123,10 @@ class WhereItCan:
     @property
     def name(self) -> str:
         return self.kernel.name
+
+    @property
+    def few(self) -> FewTokens | None:
+        return self.kernel.few
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         return self.kernel.why_not(outputs, inner, dtype)

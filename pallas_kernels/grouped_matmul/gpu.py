@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
@@ -373,6 +374,11 @@ class GpuGroupedMatmul:
     config: Config | None = None
     interpret: Any = None
     name = "mosaic_gpu"
+
+    @property
+    def few(self) -> GpuFewTokens:
+        """What takes few tokens' experts as a whole."""
+        return GpuFewTokens(self.num_sms, interpret=self.interpret)
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""

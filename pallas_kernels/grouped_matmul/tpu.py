@@ -221,6 +221,7 @@ class TpuGroupedMatmul:
     tiles: Tiles | None = None
     interpret: Any = False
     name = "mosaic_tpu"
+    few = None
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""
