@@ -85,6 +85,7 @@ class Attention(nnx.Module):
         metadata: AttentionMetadata,
         plan: Any = None,
         kv_scales: jax.Array | None = None,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Attend, with this device's heads.
 
@@ -95,12 +96,16 @@ class Attention(nnx.Module):
             metadata: the step's batch.
             plan: the backend's, for this step and these options.
             kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
+            residual: added to the result, of its shape.
 
         Returns:
             ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
         """
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first)
+        qkv = linear(
+            x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first,
+            kernel=self.context.dense_matmul,
+        )  # fmt: skip
         qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.qk_norm is not None and self.qk_norm_eps is not None:
@@ -115,4 +120,5 @@ class Attention(nnx.Module):
         if kv_scales is not None:
             attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
-        return split_linear(attended, self.out[...], value_of(self.out_bias), self.context), kv_cache
+        out = split_linear(attended, self.out[...], value_of(self.out_bias), self.context, residual)
+        return out, kv_cache

@@ -108,11 +108,10 @@ class DecoderLayer(nnx.Module):
         """
         context, num_tokens = self.attention.context, metadata.positions.shape[0]
         normal = context.gather_tokens(self._normal(hidden, norm_weights[0]), num_tokens)
-        attended, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales)
-        hidden = hidden + attended
+        hidden, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales, hidden)
         normal = context.gather_tokens(self._normal(hidden, norm_weights[1]), num_tokens)
         if not isinstance(self.mlp, MoE):
-            return hidden + self.mlp(normal), kv_cache, None
+            return self.mlp(normal, hidden), kv_cache, None
         live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
         update, load = self.mlp(normal, live)
         return hidden + update, kv_cache, load

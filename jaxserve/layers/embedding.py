@@ -27,7 +27,9 @@ class LMHead(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, V] float32 scores of ``hidden`` [R, M]; under tensor parallelism this device's columns."""
-        scores = contract(hidden, self.weight[...], weight_first=self.context.weight_first)
+        scores = contract(
+            hidden, self.weight[...], weight_first=self.context.weight_first, kernel=self.context.dense_matmul
+        )
         return scores[:, : self.vocab_size] if self.context.tensor_parallel_size == 1 else scores
 
 

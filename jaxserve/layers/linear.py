@@ -10,25 +10,30 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.layers.params import LayerContext
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 
 WEIGHT_FIRST_TOKENS = 64
 """Up to so many tokens a CPU multiplies faster with the weight on the left: 12 to 30 % of such a product."""
 
 
-def contract(x: jax.Array, weight: jax.Array, *, weight_first: bool = False) -> jax.Array:
+def contract(
+    x: jax.Array, weight: jax.Array, *, weight_first: bool = False, kernel: DenseMatmul | None = None
+) -> jax.Array:
     """[T, M] by [N, M] to [T, N], accumulated and returned in float32.
 
     Args:
         x: [T, M].
         weight: [N, M].
         weight_first: compute it as (weight x^T)^T where the tokens are few (``LayerContext.weight_first``).
+        kernel: what computes it where it can (``LayerContext.dense_matmul``).
     """
-    return _product(x, weight, jnp.float32, weight_first)
+    return _product(x, weight, jnp.float32, weight_first, kernel)
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, weight_first: bool = False
-) -> jax.Array:
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, weight_first: bool = False,
+    kernel: DenseMatmul | None = None,
+) -> jax.Array:  # fmt: skip
     """``contract`` plus a bias [N], rounded to x's type once.
 
     Without a bias the product itself returns x's type: the devices accumulate in float32 all the same, and
@@ -36,11 +41,23 @@ def linear(
     parallelism twice the traffic.
     """
     if bias is None:
-        return _product(x, weight, x.dtype, weight_first)
-    return (_product(x, weight, jnp.float32, weight_first) + bias.astype(jnp.float32)).astype(x.dtype)
+        return _product(x, weight, x.dtype, weight_first, kernel)
+    y = _product(x, weight, jnp.float32, weight_first, kernel)
+    return (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def split_linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, context: LayerContext) -> jax.Array:
+def gated_linear(x: jax.Array, weight: jax.Array, context: LayerContext) -> jax.Array | None:
+    """silu(gate) * up, [T, F], of a weight [2 F, M], gate's rows first; None where no kernel does all of that."""
+    kernel = context.dense_matmul
+    if kernel is None or not _computes(kernel, x, weight, gated=True):
+        return None
+    return kernel(x, weight, gated=True)
+
+
+def split_linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, context: LayerContext,
+    residual: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """``linear`` where each tensor-parallel device holds a part of M: their partial results are added up.
 
     Args:
@@ -48,15 +65,32 @@ def split_linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, contex
         weight: [N, M / devices].
         bias: [N], whole.
         context: says how they exchange them (``LayerContext.reduce_tokens``).
+        residual: added to all of that, of the result's shape.
     """
+    kernel = context.dense_matmul
     if context.tensor_parallel_size == 1:
-        return linear(x, weight, bias, weight_first=context.weight_first)
-    y = context.reduce_tokens(linear(x, weight, weight_first=context.weight_first))
-    return y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+        fused = bias is None and residual is not None and kernel is not None
+        if fused and _computes(kernel, x, weight):
+            return kernel(x, weight, residual=residual)
+        y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel)
+        return y if residual is None else residual + y
+    y = context.reduce_tokens(linear(x, weight, weight_first=context.weight_first, kernel=kernel))
+    y = y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    return y if residual is None else residual + y
 
 
-def _product(x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool) -> jax.Array:
+def _computes(kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bool = False) -> bool:
+    outputs, inner = weight.shape
+    why_not = kernel.why_not(x.shape[0], outputs, inner, weight.dtype, gated=gated)
+    return x.dtype == weight.dtype and why_not is None
+
+
+def _product(
+    x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool, kernel: DenseMatmul | None
+) -> jax.Array:
     """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise."""
+    if kernel is not None and _computes(kernel, x, weight):
+        return kernel(x, weight, out_dtype=jnp.dtype(result))
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     if weight_first and 1 < x.shape[0] <= WEIGHT_FIRST_TOKENS:
         y = jnp.einsum("nm,tm->nt", weight, x, precision=precision, preferred_element_type=result)

@@ -103,6 +103,7 @@ class LatentAttention(nnx.Module):
         metadata: AttentionMetadata,
         plan: Any = None,
         kv_scales: jax.Array | None = None,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend, with this device's heads.
 
@@ -112,6 +113,7 @@ class LatentAttention(nnx.Module):
             kv_cache: this layer's cache of latents.
             metadata: the step's batch.
             plan, kv_scales: None; what other layers' attention takes.
+            residual: added to the result, of its shape.
 
         Returns:
             ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
@@ -126,7 +128,8 @@ class LatentAttention(nnx.Module):
         )  # fmt: skip
         values = per_head(attended, up[:, config.nope_size :], transposed=True)
         values = values.reshape(num_tokens, -1)
-        return split_linear(values, self.out[...], value_of(self.out_bias), self.context), kv_cache
+        out = split_linear(values, self.out[...], value_of(self.out_bias), self.context, residual)
+        return out, kv_cache
 
     def _queries(self, x: jax.Array, k_up: jax.Array, rope: RopeAngles) -> jax.Array:
         """[T, H, C] queries to latents."""

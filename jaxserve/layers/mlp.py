@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear, split_linear
+from jaxserve.layers.linear import gated_linear, linear, split_linear
 from jaxserve.layers.params import LayerContext, value_of
 
 
@@ -34,16 +34,20 @@ class GatedMLP(nnx.Module):
         self.down_bias = context.param((hidden_size,), ("embed",), scale=0.0) if bias else None
         self.context = context
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared."""
-        return split_linear(self.activated(x), self.down[...], value_of(self.down_bias), self.context)
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared, added to ``residual``."""
+        return split_linear(
+            self.activated(x), self.down[...], value_of(self.down_bias), self.context, residual
+        )
 
     def activated(self, x: jax.Array) -> jax.Array:
         """[T, M] to silu(gate) * up, [T, F / devices]."""
-        bias = value_of(self.gate_up_bias)
+        bias, weight = value_of(self.gate_up_bias), self.gate_up[...].reshape(-1, x.shape[1])
+        if bias is None and (activated := gated_linear(x, weight, self.context)) is not None:
+            return activated
         gate_up = linear(
-            x, self.gate_up[...].reshape(-1, x.shape[1]), None if bias is None else bias.reshape(-1),
-            weight_first=self.context.weight_first,
+            x, weight, None if bias is None else bias.reshape(-1), weight_first=self.context.weight_first,
+            kernel=self.context.dense_matmul,
         )  # fmt: skip
         halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
         return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(x.dtype)

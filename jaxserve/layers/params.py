@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
@@ -43,6 +44,7 @@ class LayerContext:
         ragged_exchange: the devices have ``jax.lax.ragged_all_to_all``: TPUs and GPUs do.
         latent_backend: attention over a paged cache of latents, for the models that have one.
         grouped_matmul: what multiplies experts' tokens by their matrices.
+        dense_matmul: what multiplies tokens by weights where it can; None: XLA does all of that.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         batch_invariant: a token's bits must not depend on what else is in the step.
         rms_norm: of the residual stream, and of query and key heads.
@@ -63,6 +65,7 @@ class LayerContext:
     ragged_exchange: bool = False
     latent_backend: LatentBackend = BlockedLatentBackend()
     grouped_matmul: GroupedMatmul = PORTABLE
+    dense_matmul: DenseMatmul | None = None
 
     def param(
         self,

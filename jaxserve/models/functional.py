@@ -19,6 +19,7 @@ from jaxserve.layers.params import LayerContext
 from jaxserve.models.interface import CausalLM, CountsExperts
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
@@ -145,6 +146,7 @@ def build(
     kv_cache_dtype: Any = None,
     latent_backend: LatentBackend = BLOCKED_LATENTS,
     grouped_matmul: GroupedMatmul = PORTABLE,
+    dense_matmul: DenseMatmul | None = None,
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -161,6 +163,7 @@ def build(
         kv_cache_dtype: of cached keys and values; None is ``dtype``.
         latent_backend: what takes the place of ``backend`` in models that cache latents.
         grouped_matmul: of experts.
+        dense_matmul: of everything else, where it can; None is XLA.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -179,6 +182,7 @@ def build(
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
         batch_invariant=batch_invariant, rms_norm=rms_norm,
         ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
+        dense_matmul=dense_matmul,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)

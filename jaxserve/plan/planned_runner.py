@@ -21,6 +21,7 @@ from jaxserve.runner.model_runner import JaxModelRunner
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul, WhereItCan
 from sharding import MESH_AXES, ParamSpec, make_mesh
@@ -96,6 +97,13 @@ class PlannedRunner(JaxModelRunner):
         from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
 
         return WhereItCan(GpuGroupedMatmul()), None
+
+    def _dense_matmul(self) -> DenseMatmul | None:
+        if self.portable or self.platform != "gpu":
+            return None
+        from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+
+        return GpuDenseMatmul()
 
     def _device_budget(self, temporaries: int) -> MemoryBudget:
         share = self.config.cache_config.gpu_memory_utilization

@@ -40,6 +40,7 @@ from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, ma
 from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul, dense_matmul_of
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, grouped_matmul_of
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
@@ -183,6 +184,7 @@ class JaxModelRunner:
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
+            dense_matmul=self._dense_matmul(),
         )  # fmt: skip
         # Weights come first for few tokens only, and so would change the order of summation with their number.
         invariant = self.invariance.enabled
@@ -223,6 +225,10 @@ class JaxModelRunner:
     def _grouped_matmul(self) -> tuple[GroupedMatmul, str | None]:
         """What this process's devices offer for experts: see ``grouped_matmul_of``."""
         return grouped_matmul_of(self.platform)
+
+    def _dense_matmul(self) -> DenseMatmul | None:
+        """What this process's devices offer for the other products: see ``dense_matmul_of``."""
+        return dense_matmul_of(self.platform)[0]
 
     def _tell_of_experts(self, model: Model) -> None:
         """Log which products of experts are left to the portable path, and why."""

@@ -1,0 +1,66 @@
+"""Which kernel computes the dense products of a device, if not XLA: one contract, whatever computes it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+
+class DenseMatmul(Protocol):
+    """Rows by a weight, and what follows that in a layer. Stateless: it is a static part of the model.
+
+    Calls of one program must not run at the same time: they share counters.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of what computes it."""
+        ...
+
+    def why_not(
+        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+    ) -> str | None:
+        """Why so many rows by an [outputs, inner] weight of this type are left to XLA; None: they are not."""
+        ...
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
+        out_dtype: Any = None,
+    ) -> jax.Array:  # fmt: skip
+        """Multiply one device's rows by its weight.
+
+        Args:
+            x: [T, K].
+            weight: [N, K] of the same type, outputs first.
+            residual: [T, N] added to the product, which is rounded before; the sum is rounded again.
+            gated: the weight is a gate's N / 2 rows and as many others: silu(gate) * other, both rounded before.
+            out_dtype: float32 leaves the sums as they are, without the two above.
+
+        Returns:
+            [T, N], or [T, N / 2] with ``gated``. A row's bits do not depend on the other rows or their number.
+        """
+        ...
+
+
+def dense_matmul_of(platform: str) -> tuple[DenseMatmul | None, str | None]:
+    """The kernel of ``cpu``, ``gpu`` or ``tpu``, None where there is none and XLA computes everything, and why."""
+    if platform != "gpu":
+        return None, None
+    if (why_not := _hopper_why_not()) is not None:
+        return None, why_not
+    # Pallas' GPU half takes a while to import, and no other platform needs it.
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+
+    return GpuDenseMatmul(), None
+
+
+def _hopper_why_not() -> str | None:
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < (0, 11):
+        return f"the Hopper dense product needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", "none"))
+    if capability != "9.0":
+        return f"the Hopper dense product needs compute capability 9.0, {device.device_kind} has {capability}"
+    return None
