@@ -69,9 +69,7 @@ class Invariance:
         """``RunnerInfo.separate_paths``."""
         return self.enabled and getattr(backend, "separate_paths", True)
 
-    def why_not(
-        self, model: Model, backend: Any, why_no_kernels: str | None, num_devices: int
-    ) -> str | None:
+    def why_not(self, model: Model, backend: Any, why_no_kernels: str | None, num_devices: int) -> str | None:
         """Why it can't be had; None if it can.
 
         Args:

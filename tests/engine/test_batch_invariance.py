@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
@@ -13,6 +15,8 @@ from tiny_checkpoints import write_tiny_checkpoint
 from jaxserve import LLM
 from jaxserve.bench.invariance import Bits, Finding, Target, Workload, bits_of, check_invariance
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.runner.model_runner import JaxModelRunner
+from pallas_kernels.dispatch import BlockedBackend
 
 pytestmark = pytest.mark.device
 
@@ -76,6 +80,48 @@ def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workloa
             metric for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions"
         )
         assert (preemptions.value > 0) == (engine == "tight")
+
+
+class TwoPaths:
+    """As a Hopper's attention: rows that decode get other bits than the others; here a good deal other."""
+
+    name, separate_paths = "two_paths", True
+
+    def __init__(self) -> None:
+        self.blocked = BlockedBackend(fixed_order=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blocked, name)
+
+    def update_and_attend(self, q: jax.Array, *args: Any, **named: Any) -> tuple[jax.Array, Any]:
+        attended, cache = self.blocked.update_and_attend(q, *args, **named)
+        decoding = jnp.arange(len(q)) < args[3].distribution[0]
+        return attended * jnp.where(decoding, 1.25, 1.0)[:, None, None], cache
+
+
+@pytest.mark.slow
+def test_two_paths(checkpoint: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch):
+    """A token keeps to the path that its request gives it; cached blocks, chunks and preemption change nothing."""
+    monkeypatch.setattr(JaxModelRunner, "_attention_backend", lambda *_: (TwoPaths(), None))
+    rng, alone = random.Random(3), []
+    with make(checkpoint, **ENGINES["tight"]) as llm:
+        for target in workload.targets()[:8]:
+            first = generate(llm, [target])[0]
+            longer = Target(target.prompt + list(first.outputs[0].token_ids)[:-1], target.params)
+            for each in (target, longer):
+                llm.reset_prefix_cache()
+                alone.append((each, bits_of(generate(llm, [each])[0])))
+        for turn in range(8):
+            chosen = [rng.choice(alone) for _ in range(24)]
+            if turn % 3 == 0:
+                llm.reset_prefix_cache()
+            for output, (_, bits) in zip(
+                generate(llm, [target for target, _ in chosen]), chosen, strict=True
+            ):
+                assert bits_of(output) == bits
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        assert metrics["jaxserve:num_preemptions"].value > 0
+        assert metrics["jaxserve:prefix_cache_hits"].value > 0
 
 
 @pytest.mark.exhaustive
