@@ -2,9 +2,10 @@
 
 What could make them depend on the rest of the step, on a GPU:
 
-* Products: XLA times algorithms for each number of rows and takes the fastest, split-K among them. Either a kernel
-  with one order for all numbers of rows multiplies, or XLA's choice is pinned (``PINNED_PRODUCTS``); no step has
-  fewer than 8 rows, since for one row even pinned products are another algorithm.
+* Products: XLA times algorithms for each number of rows and takes the fastest, split-K among them. A kernel with one
+  order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). For weights that it does not take
+  XLA's choice is pinned (``PINNED_PRODUCTS``); and no step has fewer than 8 rows, since for one row even pinned
+  products are another algorithm.
 * Norms: their sums are a kernel's of ours (``fixed_norm``).
 * Attention: the decode kernel and the prefill kernel are each invariant and differ from each other, so the scheduler
   keeps a token to one of them (``RunnerInfo.separate_paths``).
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.models import Model
+from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, BlockedBackend
 from pallas_kernels.mla_attention.dispatch import LatentBackend
 from pallas_kernels.rms_norm.dispatch import PLAIN, OnesNorm, RMSNorm, fixed_norm
@@ -36,13 +38,13 @@ class Invariance:
         enabled: ``--batch-invariant``.
         platform: ``cpu``, ``gpu`` or ``tpu``.
         norm_kernel: norms of a GPU are a kernel's, not XLA's additions one by one.
-        pinned_products: products that XLA computes are not timed.
+        product_kernel: a GPU's dense products are a kernel's where it takes their shape, not XLA's pinned ones.
     """
 
     enabled: bool
     platform: str
     norm_kernel: bool = True
-    pinned_products: bool = True
+    product_kernel: bool = True
 
     def rms_norm(self, backend: AttentionBackend) -> RMSNorm:
         """The norm of a model on ``backend``."""
@@ -52,11 +54,16 @@ class Invariance:
             return OnesNorm()
         return fixed_norm(self.platform, getattr(backend, "num_sms", None), kernel=self.norm_kernel)
 
+    def dense_matmul(self, kernel: DenseMatmul | None) -> DenseMatmul | None:
+        """What computes dense products, given what would if speed alone decided."""
+        if not self.enabled or kernel is None:
+            return kernel
+        return kernel.for_all_rows() if self.product_kernel else None
+
     @property
     def compiler_options(self) -> CompilerOptions:
         """Of every program."""
-        pinned = self.enabled and self.platform == "gpu" and self.pinned_products
-        return PINNED_PRODUCTS if pinned else ()
+        return PINNED_PRODUCTS if self.enabled and self.platform == "gpu" else ()
 
     @property
     def fewest_rows(self) -> int:

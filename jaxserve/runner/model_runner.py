@@ -184,7 +184,7 @@ class JaxModelRunner:
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
-            dense_matmul=self._dense_matmul(),
+            dense_matmul=self.invariance.dense_matmul(self._dense_matmul()),
         )  # fmt: skip
         # Weights come first for few tokens only, and so would change the order of summation with their number.
         invariant = self.invariance.enabled

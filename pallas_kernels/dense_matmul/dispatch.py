@@ -24,6 +24,10 @@ class DenseMatmul(Protocol):
         """Why so many rows by an [outputs, inner] weight of this type are left to XLA; None: they are not."""
         ...
 
+    def for_all_rows(self) -> DenseMatmul:
+        """The same for any number of rows, though XLA be faster for some: one order of sums for all of them."""
+        ...
+
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
         out_dtype: Any = None,

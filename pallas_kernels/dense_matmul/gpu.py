@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -550,6 +550,10 @@ class GpuDenseMatmul:
         if not self.always and not use_from_table(num_rows):
             return f"gpu_tuning.json leaves {num_rows} rows to XLA"
         return supported(outputs, inner, dtype, gated=gated)
+
+    def for_all_rows(self) -> GpuDenseMatmul:
+        """See ``DenseMatmul``."""
+        return replace(self, always=True)
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
