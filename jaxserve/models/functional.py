@@ -121,11 +121,20 @@ class Model:
         return hidden, kv_caches, (expert_imbalance(jnp.stack(loads), self.context),)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """``CausalLM.logits`` as a pure function: [R, M] to [R, V] float32."""
+        """``CausalLM.logits`` as a pure function: [R, M] to [R, V] float32. Those of ``head_params`` will do."""
         return self._bind(params).logits(hidden)
 
+    def head_params(self) -> tuple[str, ...]:
+        """Names of the params that ``logits`` reads."""
+        params = self.abstract_params()
+        hidden = jax.ShapeDtypeStruct((1, self.hidden_size), self.dtype)
+        jaxpr = jax.make_jaxpr(self.logits)(params, hidden).jaxpr
+        read = {id(value) for equation in jaxpr.eqns for value in equation.invars}
+        return tuple(name for name, value in zip(sorted(params), jaxpr.invars) if id(value) in read)
+
     def _bind(self, params: Params) -> CausalLM:
-        leaves = [params[name] for name in self.specs]
+        # What is not there is not read (``head_params``).
+        leaves = [params.get(name, spec) for name, spec in self.specs.items()]
         return nnx.merge(self._graphdef, self._treedef.unflatten(leaves))
 
 

@@ -2,18 +2,25 @@
 
 A step's shape is its token count alone: rows follow from it, so the number of programs is linear in the number of
 buckets, never a product. Token counts are 1 and powers of two from 8 up to the budget (a step of 2 or 4 tokens costs
-what one of 8 does: it reads the same weights); a step that only decodes has as many rows as tokens.
+what one of 8 does: it reads the same weights); a step that only decodes has as many rows as tokens. A fine table has
+further sizes where arithmetic begins to limit a step, and padding costs what tokens do.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 SMALLEST_BATCH = 8
 """Tokens of the smallest bucket above one."""
 SMALLEST_MIXED = 64
 """Tokens of the smallest bucket for prompts, where decode steps have programs of their own."""
+
+FINE_DECODE = (192, 384, 640, 768, 896)
+"""Rows for which a fine table has decode steps, beside powers of two."""
+FINE_MIXED = 512
+"""Tokens from which on a fine table has half steps for prompts."""
 
 
 @dataclass(frozen=True, order=True)
@@ -96,3 +103,8 @@ def _ladder(most: int, smallest: int = 1) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, most]
+
+
+def _with(sizes: list[int], further: Iterable[int]) -> list[int]:
+    """A ladder with those further rungs that are below its top."""
+    return sorted({*sizes, *(size for size in further if size < sizes[-1])})

@@ -8,6 +8,7 @@ import operator
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.layers.moe import expert_products
 from jaxserve.models import Model, build
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
-from jaxserve.runner.buckets import Bucket, BucketTable
+from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
 from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
@@ -33,7 +34,14 @@ from jaxserve.runner.kv_arrays import (
 from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
-from jaxserve.runner.programs import ProgramShapes, ProgramStyle, StepPrograms, StepVariant, step_variants
+from jaxserve.runner.programs import (
+    HeadVariant,
+    ProgramShapes,
+    ProgramStyle,
+    StepPrograms,
+    StepVariant,
+    step_variants,
+)
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.sampling.metadata import Feature, set_masked
 from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
@@ -381,12 +389,15 @@ class JaxModelRunner:
             has_experts=self.model.has_experts,
         )
         variants = step_variants(self.builder.table, self._style)
-        fixed = [variant.bucket for variant in variants if variant.fixed]
-        shapes = replace(
-            shapes,
-            decode_input=max((self.builder.layouts[bucket].size for bucket in fixed), default=0),
-            decode_rows=max((bucket.num_rows for bucket in fixed), default=0),
-        )
+        if self._style.fixed_addresses:
+            shapes = replace(
+                shapes,
+                fixed_input=max(layout.size for layout in self.builder.layouts.values()),
+                fixed_tokens=self.builder.table.mixed[-1].num_tokens,
+                fixed_rows=max(bucket.num_rows for bucket in self.builder.table.buckets),
+                hidden_size=self.model.hidden_size,
+                dtype=self.model.dtype,
+            )
         return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
 
     def _program_store(self) -> ProgramStore:
@@ -409,11 +420,10 @@ class JaxModelRunner:
         compiled = self.programs.compiled
         self.state = self.placement.zeros(self.programs.state)
         one, ranks = np.zeros(1, np.int32), self.placement.num_ranks
-        for key in compiled:
-            if isinstance(key, StepVariant):
-                hidden = self._warm_up_step(key)
-                if hidden is not None:
-                    hidden_states = compiled["slice_hidden", key.bucket.num_tokens](hidden, self._put(0, one))
+        heads = self.programs.heads or [None]
+        for variant, head in zip_longest(self.programs.variants, heads):
+            hidden = self._warm_up_step(variant or self.programs.variants[0], head or heads[0])
+            hidden_states = compiled["slice_hidden", len(hidden) // ranks](hidden, self._put(0, one))
         score_ids = self._put(0, np.zeros(SCORE_CHUNK, np.int32))
         jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))
         self._patch(0, TablePatches([self.max_num_seqs], [0], [0]))
@@ -460,17 +470,11 @@ class JaxModelRunner:
         self.batches = [InputBatch(self.max_num_seqs, self.model.vocab_size) for _ in ranks]
         self._rank_of: dict[str, int] = {}
 
-    def _warm_up_step(self, variant: StepVariant) -> jax.Array | None:
-        """Run a step program on padding, its output read and not; its hidden states, if it has any."""
-        hidden = None
-        for with_logprobs in (False, True):
-            padding = self.builder.padding(variant.bucket)
-            buffer = self._put_all([padding] * self.placement.num_ranks)
-            _, hidden, self.state = self.programs.run(
-                variant, self.params, self.state, buffer, with_logprobs=with_logprobs
-            )
-            if not variant.fixed:
-                break
+    def _warm_up_step(self, variant: StepVariant, head: HeadVariant | None) -> jax.Array:
+        """Run a step on padding; the hidden states."""
+        padding = self.builder.padding(variant.bucket)
+        buffer = self._put_all([padding] * self.placement.num_ranks)
+        _, hidden, self.state = self.programs.run(variant, head, self.params, self.state, buffer)
         return hidden
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -504,18 +508,17 @@ class JaxModelRunner:
         for rank, step in enumerate(steps):
             self._patch(rank, step.early_patches)
         features = Feature(functools.reduce(operator.or_, (step.features for step in steps)))
-        variant = self.programs.choose(steps[0].bucket, features=features, decode_only=decode_only)
-        num_logprobs = self._num_logprobs(steps)
+        num_rows = max(len(step.request_ids) for step in steps)
+        variants = self.programs.choose(steps[0].bucket, num_rows, features=features, decode_only=decode_only)
         sampled, hidden, self.state = self.programs.run(
-            variant, self.params, self.state, self._put_all([step.buffer for step in steps]),
-            with_logprobs=bool(num_logprobs),
-        )  # fmt: skip
+            *variants, self.params, self.state, self._put_all([step.buffer for step in steps])
+        )
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,
             sampled=sampled,
-            sampling_rows=self._sampling_rows(steps, scheduler_output),
-            num_logprobs=num_logprobs,
-            prompts=self._score_prompts(steps, hidden) if scores and hidden is not None else [],
+            sampling_rows=self._sampling_rows(steps, scheduler_output, len(sampled.token_ids) // len(steps)),
+            num_logprobs=self._num_logprobs(steps),
+            prompts=self._score_prompts(steps, hidden) if scores else [],
             on_tokens=self._read_tokens,
             exhausted=exhausted,
             num_padded_tokens=len(steps) * steps[0].bucket.num_tokens,
@@ -668,14 +671,14 @@ class JaxModelRunner:
         self._change_sampler(("set_mask_rows", size), rank, rows, bits)
 
     def _sampling_rows(
-        self, steps: list[StepBatch], scheduler_output: SchedulerOutput
+        self, steps: list[StepBatch], scheduler_output: SchedulerOutput, rows_per_rank: int
     ) -> list[tuple[int, str]]:
         """(row of the step's output, request id) of every request that samples."""
         samples, replayed = scheduler_output.samples, scheduler_output.replayed_request_ids
         by_rank = scheduler_output.num_decode_rows_by_rank or (scheduler_output.num_decode_rows,)
         rows: list[tuple[int, str]] = []
         for rank, step in enumerate(steps):
-            first, num_decode = rank * step.bucket.num_rows, by_rank[rank]
+            first, num_decode = rank * rows_per_rank, by_rank[rank]
             rows += [
                 (first + index, request_id)
                 for index, request_id in enumerate(step.request_ids)
@@ -707,7 +710,7 @@ class JaxModelRunner:
         first = int(batch.num_computed_tokens[state.row]) - (stop - start)
         targets = _prompt_tokens(state.request, state.token_ids)[first + 1 : first + 1 + stop - start]
         chunks = [
-            self._score(rank, hidden, step.bucket, start + offset, targets[offset : offset + SCORE_CHUNK])
+            self._score(rank, hidden, start + offset, targets[offset : offset + SCORE_CHUNK])
             for offset in range(0, len(targets), SCORE_CHUNK)
         ]
         num_top = state.request.sampling_params.prompt_logprobs
@@ -716,13 +719,12 @@ class JaxModelRunner:
             batch.scoring_prompt.discard(request_id)  # the prompt is scored; its later steps are like any
         return ScoredPrompt(request_id, targets, num_top, chunks, rank * SCORE_CHUNK)
 
-    def _score(self, rank: int, hidden: jax.Array, bucket: Bucket, start: int, targets: np.ndarray) -> Any:
+    def _score(self, rank: int, hidden: jax.Array, start: int, targets: np.ndarray) -> Any:
         padded = np.zeros(SCORE_CHUNK, np.int32)
         padded[: len(targets)] = targets
         compiled = self.programs.compiled
-        states = compiled["slice_hidden", bucket.num_tokens](
-            hidden, self._put(rank, np.full(1, start, np.int32))
-        )
+        num_tokens = len(hidden) // self.placement.num_ranks
+        states = compiled["slice_hidden", num_tokens](hidden, self._put(rank, np.full(1, start, np.int32)))
         return compiled["score"](self.params, states, self._put(rank, padded))
 
     def _read_tokens(self, sampled: dict[str, list[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,23 +19,22 @@ from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.step_program import (
     PATCH_CHUNK,
     SCORE_CHUNK,
-    DecodeBuffers,
     DeviceState,
+    StepBuffers,
     StepOutput,
     add_row_history,
     patch_block_tables,
     put_step_input,
     reset_rows,
-    run_decode_step,
+    run_forward,
+    run_head,
     run_step,
     score_prompt,
     set_row_bias,
     slice_hidden,
-    take_sampled,
 )
 from jaxserve.sampling import state as sampler_state
-from jaxserve.sampling.logprobs import LogprobArrays
-from jaxserve.sampling.metadata import ALL_FEATURES, Feature
+from jaxserve.sampling.metadata import ALL_FEATURES, NUM_COLUMNS, Feature
 from jaxserve.sampling.sampler import SamplerOutput
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
 from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
@@ -56,10 +55,15 @@ class ProgramShapes:
     max_blocks_per_row: int
     kv_cache_shapes: tuple[tuple[int, ...], ...]
     kv_cache_dtype: Any
-    decode_input: int = 0
-    """Elements of the largest input of a decode step with fixed addresses."""
-    decode_rows: int = 0
+    fixed_input: int = 0
+    """Elements of the largest input of a step between fixed addresses; 0: no steps are."""
+    fixed_tokens: int = 0
+    """Tokens of the largest such step that may hold prompts."""
+    fixed_rows: int = 0
     """Rows of the largest such step."""
+    hidden_size: int = 0
+    """M; and ``dtype``, the hidden states' element type: of steps between fixed addresses."""
+    dtype: Any = jnp.float32
     num_ranks: int = 1
     """Data parallel ranks: every device holds what all of them sampled."""
     block_axis: int = 1
@@ -80,7 +84,9 @@ class ProgramShapes:
             ],
             block_tables=BY_RANK,
             sampler=jax.tree.map(lambda _: BY_RANK, local.sampler),
-            decode=DecodeBuffers(BY_RANK, jax.tree.map(lambda _: REPLICATED, local.decode.sampled)),
+            buffers=StepBuffers(
+                BY_RANK, BY_RANK, BY_RANK, BY_RANK, BY_RANK, (REPLICATED,) * len(local.buffers.expert_imbalance)
+            ),
         )  # fmt: skip
 
     def local_state(self) -> DeviceState:
@@ -92,17 +98,19 @@ class ProgramShapes:
             ],
             block_tables=Abstract((self.max_num_seqs, self.max_blocks_per_row), jnp.int32),
             sampler=SamplerState(**state_shapes(self.max_num_seqs, self.vocab_size)),
-            decode=DecodeBuffers(Abstract((self.decode_input,), jnp.int32), self._sampled()),
+            buffers=self._buffers(),
         )
 
-    def _sampled(self) -> SamplerOutput:
-        all_rows = self.num_ranks * self.decode_rows
-        rows, top = (all_rows,), (all_rows, self.max_logprobs)
-        logprobs = LogprobArrays(
-            Abstract(rows, jnp.float32), Abstract(rows, jnp.int32), Abstract(top, jnp.int32), Abstract(top, jnp.float32)
-        )  # fmt: skip
-        imbalance = (Abstract((1,), jnp.float32),) if self.has_experts else ()
-        return SamplerOutput(Abstract(rows, jnp.int32), logprobs, imbalance)
+    def _buffers(self) -> StepBuffers:
+        fixed = self.fixed_input > 0
+        return StepBuffers(
+            step_input=Abstract((self.fixed_input,), jnp.int32),
+            hidden=Abstract((self.fixed_tokens, self.hidden_size), self.dtype),
+            last=Abstract((self.fixed_rows, self.hidden_size), self.dtype),
+            sampling=Abstract((self.fixed_rows, NUM_COLUMNS), jnp.int32),
+            features=Abstract((int(fixed),), jnp.int32),
+            expert_imbalance=(Abstract((1,), jnp.float32),) if fixed and self.has_experts else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,9 @@ class StepVariant:
 
     Args:
         bucket: its shape.
-        features: what of the sampler it holds.
+        features: what of the sampler it holds; a fixed one holds none.
         decode_only: rows of one token alone.
-        fixed: the decode step between fixed addresses (``run_decode_step``).
+        fixed: the first half of a step between fixed addresses (``run_forward``).
     """
 
     bucket: Bucket
@@ -122,8 +130,22 @@ class StepVariant:
     fixed: bool = False
 
 
-DECODE_FEATURES = (ALL_FEATURES, Feature.TOP_K, Feature.NONE)
-"""The samplers of decode steps: everything, which has branches; random with a top-k, and greedy, which have none."""
+@dataclass(frozen=True)
+class HeadVariant:
+    """The second half of a step between fixed addresses (``run_head``).
+
+    Args:
+        num_rows: at most so many.
+        features: what of the sampler it holds.
+    """
+
+    num_rows: int
+    features: Feature
+
+
+SAMPLERS = (ALL_FEATURES, Feature.TOP_K, Feature.NONE)
+"""What programs hold of the sampler: everything, which has branches; random with a top-k, and greedy, which have
+none."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +153,9 @@ class ProgramStyle:
     """How a platform's steps are cut into programs.
 
     Args:
-        decode_programs: compile steps that only decode on their own, one for each of ``DECODE_FEATURES``. Accelerators
-            gain from it: a branch costs them a round trip to the host. On CPUs one program serves all.
-        fixed_addresses: those programs run between buffers that never move, which CUDA graphs gain from.
+        decode_programs: compile steps that only decode on their own, one for each of ``SAMPLERS``. Accelerators gain
+            from it: a branch costs them a round trip to the host. On CPUs one program serves all.
+        fixed_addresses: steps are two programs each, between buffers that never move, which CUDA graphs gain from.
     """
 
     decode_programs: bool
@@ -147,23 +169,40 @@ class ProgramStyle:
 def step_variants(table: BucketTable, style: ProgramStyle) -> list[StepVariant]:
     """Every step program, the largest first: they compile longest."""
     variants: list[StepVariant] = []
+    fixed = style.fixed_addresses
     for bucket in reversed(table.buckets):
-        if bucket in table.decode:
-            variants += [
-                StepVariant(bucket, features, True, style.fixed_addresses) for features in DECODE_FEATURES
-            ]
         if bucket in table.mixed:
-            variants.append(StepVariant(bucket))
+            variants.append(StepVariant(bucket, Feature.NONE if fixed else ALL_FEATURES, False, fixed))
+        if bucket in table.decode:
+            samplers = (Feature.NONE,) if fixed else SAMPLERS
+            variants += [StepVariant(bucket, features, True, fixed) for features in samplers]
     return variants
+
+
+def head_variants(variants: Sequence[StepVariant]) -> list[HeadVariant]:
+    """The second halves that steps between fixed addresses need, the largest first.
+
+    They follow a step's rows, not its tokens: a long prompt alone needs the logits of one row. The whole sampler takes
+    longer to compile than many layers, and so has powers of two (and the largest) alone.
+    """
+    fixed = [variant.bucket.num_rows for variant in variants if variant.fixed]
+    decoding = {variant.bucket.num_rows for variant in variants if variant.fixed and variant.decode_only}
+    rows = sorted({*decoding, *fixed[:1]}, reverse=True)
+    coarse = [num_rows for num_rows in rows if num_rows == rows[0] or num_rows & (num_rows - 1) == 0]
+    return [
+        HeadVariant(num_rows, features)
+        for features in SAMPLERS
+        for num_rows in (coarse if features == ALL_FEATURES else rows)
+    ]
 
 
 class StepPrograms:
     """Lowers and compiles; afterwards a table of callables.
 
     Attributes:
-        compiled: key -> program. Keys are the ``StepVariant``s; the names of what changes parts of ``DeviceState``
-            (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for fixed decode steps
-            ``("put_step_input", T)`` and ``("take_sampled", T, with logprobs)``.
+        compiled: key -> program. Keys are the ``StepVariant``s and ``HeadVariant``s; the names of what changes parts
+            of ``DeviceState`` (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for
+            fixed steps ``("put_step_input", elements)``.
         store: where programs are kept between starts.
         state: shapes and shardings of what lives on the devices.
     """
@@ -179,8 +218,10 @@ class StepPrograms:
     ) -> None:
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants, self.store, self.placement = variants, store, placement
+        self.heads = head_variants(variants)
         self._params = model.abstract_params(placement.mesh)
         self._param_specs = model.partition_specs()
+        self._head_params = model.head_params() if self.heads else ()
         self._state_specs = shapes.state_specs()
         self.state = placement.abstract(shapes.local_state(), self._state_specs)
         self.compiled: dict[Any, Any] = {}
@@ -195,17 +236,39 @@ class StepPrograms:
         layout = self.builder.layouts[variant.bucket]
         options: dict[str, Any] = {
             "model": self.model, "layout": layout, "num_slots": self.shapes.num_blocks * self.shapes.block_size,
-            "max_logprobs": self.shapes.max_logprobs, "features": variant.features,
+            "decode_only": variant.decode_only,
         }  # fmt: skip
-        specs = (self._param_specs, self._state_specs)
+        specs, state = self._state_specs, self.state
         if variant.fixed:
-            step = partial(run_decode_step, **options)
-            return self.placement.jit(step, specs, specs[1], donate=(1,)), (self._params, self.state)
-        step = partial(run_step, **options, decode_only=variant.decode_only)
+            changed = (specs.kv_caches, specs.block_tables, specs.buffers)
+            program = self.placement.jit(
+                partial(run_forward, **options), (self._param_specs, *changed, specs.sampler.last_token_ids), changed,
+                donate=(1, 2, 3),
+            )  # fmt: skip
+            arguments = (state.kv_caches, state.block_tables, state.buffers, state.sampler.last_token_ids)
+            return program, (self._params, *arguments)
+        step = partial(run_step, **options, max_logprobs=self.shapes.max_logprobs, features=variant.features)
         program = self.placement.jit(
-            step, (*specs, BY_RANK), (StepOutput(REPLICATED, BY_RANK), specs[1]), donate=(1,)
+            step, (self._param_specs, specs, BY_RANK), (StepOutput(REPLICATED, BY_RANK), specs), donate=(1,)
         )
-        return program, (self._params, self.state, self._by_rank((layout.size,)))
+        return program, (self._params, state, self._by_rank((layout.size,)))
+
+    def lower_head(self, variant: HeadVariant) -> jax.stages.Lowered:
+        """Trace and lower the second half of a step."""
+        head = partial(
+            run_head, model=self.model, num_rows=variant.num_rows, max_logprobs=self.shapes.max_logprobs,
+            features=variant.features,
+        )  # fmt: skip
+        specs = self._state_specs
+        program = self.placement.jit(
+            head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
+            donate=(1,),
+        )  # fmt: skip
+        return program.lower(self.head_params(self._params), self.state.sampler, self.state.buffers)
+
+    def head_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Those of the params that heads take."""
+        return {name: params[name] for name in self._head_params}
 
     def _by_rank(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Abstract:
         """An argument of which every rank has its own."""
@@ -215,11 +278,11 @@ class StepPrograms:
         """Bytes that the largest program needs beside its arguments."""
 
         def measure() -> int:
-            analysis = self.lower_step(largest).compile().memory_analysis()
-            outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            return analysis.temp_size_in_bytes + outputs
+            return max(_temporaries(lower().compile()) for lower in lowerings)
 
-        largest = StepVariant(self.builder.table.buckets[-1])
+        largest = next(variant for variant in self.variants if not variant.decode_only)
+        lowerings = [partial(self.lower_step, largest)]
+        lowerings += [partial(self.lower_head, head) for head in self.heads[:1]]  # the largest
         return self.store.remember(self.key(largest), measure)
 
     def key(self, program: object) -> tuple[object, ...]:
@@ -245,7 +308,11 @@ class StepPrograms:
         lowerings["patch"] = partial(
             self._lower_change, self._state_specs, self.state, patch_block_tables, patch
         )
-        return lowerings | self._lower_decode_buffers(self.state.decode)
+        for size in {self.builder.layouts[each.bucket].size: None for each in self.variants if each.fixed}:
+            lowerings["put_step_input", size] = partial(
+                self._lower_change, BY_RANK, self.state.buffers.step_input, put_step_input, ((size,),)
+            )
+        return lowerings
 
     def _lower_change(
         self,
@@ -263,25 +330,9 @@ class StepPrograms:
         program = self.placement.jit(function, (specs, *(BY_RANK for _ in shapes)), specs, donate=(0,))
         return program.lower(changed, *arguments)
 
-    def _lower_decode_buffers(self, buffers: DecodeBuffers) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What moves a fixed decode step's input in and its output out, for each of their buckets."""
-        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        for bucket in {variant.bucket: None for variant in self.variants if variant.fixed}:
-            size = ((self.builder.layouts[bucket].size,),)
-            lowerings["put_step_input", bucket.num_tokens] = partial(
-                self._lower_change, BY_RANK, buffers.step_input, put_step_input, size
-            )
-            for with_logprobs in (False, True):
-                rows = self.shapes.num_ranks * bucket.num_rows
-                take = partial(take_sampled, num_rows=rows, with_logprobs=with_logprobs)
-                program = self.placement.jit(take, (REPLICATED,), REPLICATED)
-                key = ("take_sampled", bucket.num_tokens, with_logprobs)
-                lowerings[key] = partial(program.lower, buffers.sampled)
-        return lowerings
-
-    def _lower_slice(self, bucket: Bucket) -> jax.stages.Lowered:
+    def _lower_slice(self, num_tokens: int) -> jax.stages.Lowered:
         program = self.placement.jit(slice_hidden, (BY_RANK, BY_RANK), BY_RANK)
-        return program.lower(self._hidden(bucket.num_tokens), self._by_rank((1,)))
+        return program.lower(self._hidden(num_tokens), self._by_rank((1,)))
 
     def _lower_score(self) -> jax.stages.Lowered:
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
@@ -291,52 +342,75 @@ class StepPrograms:
     def _hidden(self, num_tokens: int) -> Abstract:
         return self._by_rank((num_tokens, self.model.hidden_size), self.model.dtype)
 
-    def choose(self, bucket: Bucket, *, features: Feature, decode_only: bool) -> StepVariant:
-        """The most special program that can run a step.
+    def choose(
+        self, bucket: Bucket, num_rows: int, *, features: Feature, decode_only: bool
+    ) -> tuple[StepVariant, HeadVariant | None]:
+        """The most special programs that can run a step.
 
         Args:
             bucket: the step's.
+            num_rows: rows that there really are, of the rank that has most.
             features: what its rows ask of the sampler.
             decode_only: all of its rows have one token.
         """
-        if decode_only and bucket in self.builder.table.decode:
-            held = next(held for held in reversed(DECODE_FEATURES) if not features & ~held)
-            return StepVariant(bucket, held, True, self.shapes.decode_rows > 0)
-        return StepVariant(bucket)
+        decode_only = decode_only and bucket in self.builder.table.decode
+        held = next(held for held in reversed(SAMPLERS) if not features & ~held)
+        if self.heads:
+            heads = (head for head in self.heads if head.features == held)
+            rows = min(head.num_rows for head in heads if head.num_rows >= num_rows)
+            return StepVariant(bucket, Feature.NONE, decode_only, True), HeadVariant(rows, held)
+        return StepVariant(bucket, held if decode_only else ALL_FEATURES, decode_only), None
 
     def run(
-        self, variant: StepVariant, params: Any, state: DeviceState, buffer: jax.Array, *, with_logprobs: bool
-    ) -> tuple[SamplerOutput, jax.Array | None, DeviceState]:
+        self,
+        step: StepVariant,
+        head: HeadVariant | None,
+        params: Any,
+        state: DeviceState,
+        buffer: jax.Array,
+    ) -> tuple[SamplerOutput, jax.Array, DeviceState]:
         """Dispatch a step.
 
         Args:
-            variant: of ``choose``.
+            step, head: of ``choose``.
             params: the weights.
             state: donated.
             buffer: the packed input.
-            with_logprobs: whether anybody will read the logprobs.
 
         Returns:
-            what was sampled, the hidden states (None for a fixed decode step), the new state.
+            what was sampled, hidden states of the tokens (of more tokens than the step has, maybe), the new state.
         """
-        program = self.compiled[variant]
-        if not variant.fixed:
+        program = self.compiled[step]
+        if head is None:
             output, state = program(params, state, buffer)
             return output.sampled, output.hidden, state
-        size = variant.bucket.num_tokens
-        step_input = self.compiled["put_step_input", size](state.decode.step_input, buffer)
-        state = program(params, replace(state, decode=DecodeBuffers(step_input, state.decode.sampled)))
-        return self.compiled["take_sampled", size, with_logprobs](state.decode.sampled), None, state
+        size = self.builder.layouts[step.bucket].size
+        step_input = self.compiled["put_step_input", size](state.buffers.step_input, buffer)
+        buffers = replace(state.buffers, step_input=step_input)
+        kv_caches, tables, buffers = program(
+            params, state.kv_caches, state.block_tables, buffers, state.sampler.last_token_ids
+        )
+        sampled, sampler = self.compiled[head](self.head_params(params), state.sampler, buffers)
+        return sampled, buffers.hidden, DeviceState(kv_caches, tables, sampler, buffers)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything in the table."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
         for variant in self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
-        for bucket in {variant.bucket: None for variant in self.variants if not variant.fixed}:
-            lowerings["slice_hidden", bucket.num_tokens] = partial(self._lower_slice, bucket)
+        for head in self.heads:
+            lowerings[head] = partial(self.lower_head, head)
+        whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
+        for num_tokens in sorted(whole) or [self.shapes.fixed_tokens]:
+            lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
         keys = {key: self.key(key) for key in lowerings}
         compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
         self.compiled = {key: compiled[stored] for key, stored in keys.items()}
+
+
+def _temporaries(program: jax.stages.Compiled) -> int:
+    """Bytes that it needs beside its arguments."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -30,24 +30,35 @@ SCORE_CHUNK = 64
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DecodeBuffers:
-    """Where decode steps with fixed addresses find their input and leave their output: see ``run_decode_step``."""
+class StepBuffers:
+    """What the programs of a step between fixed addresses leave for each other: see ``run_forward``.
+
+    T and R are the largest step's. Where a step is one program, all of them are empty.
+    """
 
     step_input: jax.Array
-    """int32[the largest such step's layout]."""
-    sampled: SamplerOutput
-    """For as many rows as the largest such step has, of all ranks."""
+    """int32[the largest layout]: the packed host input."""
+    hidden: jax.Array
+    """[T, M]: hidden states of the last step that held prompts, which prompt scoring reads."""
+    last: jax.Array
+    """[R, M]: those of each row's last token."""
+    sampling: jax.Array
+    """int32[R, columns]: how to sample each row."""
+    features: jax.Array
+    """int32[1]: what all of them ask for."""
+    expert_imbalance: tuple[jax.Array, ...]
+    """As ``SamplerOutput`` has it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """KV caches (one a layer), block tables int32 [S, B], what the sampler remembers, decode steps' buffers."""
+    """KV caches (one a layer), block tables int32 [S, B], what the sampler remembers, buffers within a step."""
 
     kv_caches: list[KVCache]
     block_tables: jax.Array
     sampler: SamplerState
-    decode: DecodeBuffers
+    buffers: StepBuffers
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +118,52 @@ def gather_ranks(values: Any, model: Model) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, DATA_AXIS, tiled=True), values)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """What a step has before it samples."""
+
+    fields: dict[str, jax.Array]
+    """The host's input."""
+    kv_caches: list[KVCache]
+    block_tables: jax.Array
+    hidden: jax.Array
+    """[T, M]."""
+    last: jax.Array
+    """[R, M]: of each row's last token."""
+    expert_imbalance: tuple[jax.Array, ...]
+
+
+def forward(
+    params: dict[str, jax.Array], kv_caches: list[KVCache], block_tables: jax.Array, last_token_ids: jax.Array,
+    buffer: jax.Array, *, model: Model, layout: StepLayout, num_slots: int, decode_only: bool,
+) -> Forward:  # fmt: skip
+    """Embed and layers; the arguments are those of ``run_step``, with the parts of its state."""
+    fields = layout.split(buffer)
+    tables = set_block_tables(
+        block_tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"]
+    )
+    metadata = attention_metadata(fields, tables, layout, num_slots, decode_only)
+    last_sampled = last_token_ids[fields["row_index"][metadata.row_ids]]
+    token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
+    hidden, kv_caches, imbalance = model.forward_with_imbalance(
+        params, token_ids, metadata.positions, kv_caches, metadata
+    )
+    last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
+    return Forward(fields, kv_caches, tables, hidden, last, imbalance)
+
+
+def sample_rows(
+    params: dict[str, jax.Array], sampler: SamplerState, last: jax.Array, sampling: SamplingMetadata, *, model: Model,
+    max_logprobs: int, features: Feature,
+) -> tuple[SamplerOutput, SamplerState]:  # fmt: skip
+    """Logits of the hidden states ``last`` [R, M], and a token for each: of all ranks."""
+    logits = model.logits(params, last)
+    split = vocab_parallel(model)
+    sampler_of = sample if split is None else split.sample
+    sampled, sampler = sampler_of(logits, sampling, sampler, max_logprobs=max_logprobs, features=features)
+    return gather_ranks(sampled, model), sampler
+
+
 def run_step(
     params: dict[str, jax.Array],
     state: DeviceState,
@@ -131,70 +188,107 @@ def run_step(
         features: what of the sampler to compile (``sample``).
         decode_only: compile for rows of one token alone.
     """
-    fields = layout.split(buffer)
-    tables = set_block_tables(
-        state.block_tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"]
-    )
-    metadata = attention_metadata(fields, tables, layout, num_slots, decode_only)
-    last_sampled = state.sampler.last_token_ids[fields["row_index"][metadata.row_ids]]
-    token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])
-    hidden, kv_caches, imbalance = model.forward_with_imbalance(
-        params, token_ids, metadata.positions, state.kv_caches, metadata
-    )
-    last = hidden if decode_only else hidden[jnp.maximum(fields["query_start_loc"][1:] - 1, 0)]
-    logits = model.logits(params, last)
+    computed = forward(
+        params, state.kv_caches, state.block_tables, state.sampler.last_token_ids, buffer, model=model, layout=layout,
+        num_slots=num_slots, decode_only=decode_only,
+    )  # fmt: skip
+    fields = computed.fields
     sampling = SamplingMetadata.from_packed(fields["sampling"], fields["step_features"][0])
-    split = vocab_parallel(model)
-    sampler_of = sample if split is None else split.sample
-    sampled, sampler = sampler_of(
-        logits, sampling, state.sampler, max_logprobs=max_logprobs, features=features
+    sampled, sampler = sample_rows(
+        params,
+        state.sampler,
+        computed.last,
+        sampling,
+        model=model,
+        max_logprobs=max_logprobs,
+        features=features,
     )
-    sampled = replace(gather_ranks(sampled, model), expert_imbalance=imbalance)
-    return StepOutput(sampled, hidden), DeviceState(kv_caches, tables, sampler, state.decode)
+    sampled = replace(sampled, expert_imbalance=computed.expert_imbalance)
+    return StepOutput(sampled, computed.hidden), DeviceState(
+        computed.kv_caches, computed.block_tables, sampler, state.buffers
+    )
 
 
-def run_decode_step(
+def run_forward(
     params: dict[str, jax.Array],
-    state: DeviceState,
+    kv_caches: list[KVCache],
+    block_tables: jax.Array,
+    buffers: StepBuffers,
+    last_token_ids: jax.Array,
     *,
     model: Model,
     layout: StepLayout,
     num_slots: int,
-    max_logprobs: int,
-    features: Feature,
-) -> DeviceState:
-    """``run_step`` for rows of one token, between buffers that never move.
+    decode_only: bool,
+) -> tuple[list[KVCache], jax.Array, StepBuffers]:
+    """The first half of a step whose second is ``run_head``, between buffers that never move.
 
     A GPU runs a program's kernels as one CUDA graph, and has to rewrite that graph, which takes a millisecond, when
-    the address of any argument or result is another one than last time. Here all of them are donated, hence stay where
-    they are: ``put_step_input`` writes the input before, ``take_sampled`` copies the output afterwards.
+    the address of any argument or result is another one than last time. Here all of them but the weights are donated,
+    hence stay where they are: ``put_step_input`` writes the input before, the head reads what is left in the buffers.
+
+    Two programs and not one, because the halves vary by different things: layers by a step's tokens, the sampler by
+    rows and by what they ask for. So each is compiled once, no sampler needs a branch that it could do without, which
+    would make the host wait for the device, and the few results of the head may lie anywhere.
+
+    Args:
+        kv_caches, block_tables, buffers: donated.
+        last_token_ids: the sampler's.
     """
-    buffer = state.decode.step_input[: layout.size]
-    output, new = run_step(
-        params, state, buffer, model=model, layout=layout, num_slots=num_slots, max_logprobs=max_logprobs,
-        features=features, decode_only=True,
+    computed = forward(
+        params, kv_caches, block_tables, last_token_ids, buffers.step_input[: layout.size], model=model, layout=layout,
+        num_slots=num_slots, decode_only=decode_only,
     )  # fmt: skip
-    before, sampled = state.decode.sampled, output.sampled
-    rows = sampled.token_ids.shape[0]
+    fields = computed.fields
+    rows, tokens = layout.bucket.num_rows, layout.bucket.num_tokens
+    kept = replace(
+        buffers,
+        hidden=buffers.hidden if decode_only else buffers.hidden.at[:tokens].set(computed.hidden),
+        last=buffers.last.at[:rows].set(computed.last),
+        sampling=buffers.sampling.at[:rows].set(fields["sampling"]),
+        features=fields["step_features"],
+        expert_imbalance=computed.expert_imbalance,
+    )
+    return computed.kv_caches, computed.block_tables, kept
+
+
+def run_head(
+    params: dict[str, jax.Array],
+    sampler: SamplerState,
+    buffers: StepBuffers,
+    *,
+    model: Model,
+    num_rows: int,
+    max_logprobs: int,
+    features: Feature,
+) -> tuple[SamplerOutput, SamplerState]:
+    """The second half of a step: logits and sampling of what ``run_forward`` left.
+
+    Args:
+        params: those of the logits (``Model.head_params``).
+        sampler: donated.
+        buffers: read.
+        num_rows: as many as the step has at least.
+        max_logprobs, features: as ``run_step`` has them.
+    """
+    sampling = SamplingMetadata.from_packed(buffers.sampling[:num_rows], buffers.features[0])
+    sampled, sampler = sample_rows(
+        params,
+        sampler,
+        buffers.last[:num_rows],
+        sampling,
+        model=model,
+        max_logprobs=max_logprobs,
+        features=features,
+    )
     if not features & Feature.LOGPROBS:
-        token_ids = before.token_ids.at[:rows].set(sampled.token_ids)
-        kept = replace(before, token_ids=token_ids, expert_imbalance=sampled.expert_imbalance)
-    else:
-        kept = jax.tree.map(lambda old, ours: old.at[:rows].set(ours), before, sampled)
-    return replace(new, decode=DecodeBuffers(state.decode.step_input, kept))
+        sampled = replace(sampled, logprobs=no_logprobs(0, 0))
+    return replace(sampled, expert_imbalance=buffers.expert_imbalance), sampler
 
 
 def put_step_input(step_input: jax.Array, buffer: jax.Array) -> jax.Array:
-    """The next decode step's packed input, int32 [layout.size], into its place (donated)."""
+    """The next step's packed input, int32 [layout.size], into its place (donated)."""
     return step_input.at[: buffer.shape[0]].set(buffer)
-
-
-def take_sampled(sampled: SamplerOutput, *, num_rows: int, with_logprobs: bool) -> SamplerOutput:
-    """A copy of what the first rows sampled, which the next step's donation leaves alone."""
-    if not with_logprobs:
-        empty = no_logprobs(0, 0)
-        return SamplerOutput(sampled.token_ids[:num_rows], empty, sampled.expert_imbalance)
-    return jax.tree.map(lambda leaf: leaf[:num_rows], sampled)
 
 
 def patch_block_tables(

@@ -8,9 +8,9 @@ import pytest
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.input_batch import InputBatch
-from jaxserve.runner.programs import DECODE_FEATURES, ProgramStyle, StepVariant, step_variants
+from jaxserve.runner.programs import SAMPLERS, ProgramStyle, StepVariant, head_variants, step_variants
 from jaxserve.runner.step_layout import FROM_DEVICE
-from jaxserve.sampling.metadata import COLUMN
+from jaxserve.sampling.metadata import ALL_FEATURES, COLUMN, Feature
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -63,8 +63,10 @@ def test_the_number_of_programs_is_linear(budget):
     split = BucketTable.build(budget, min(budget, 64), decode_programs=True)
     for platform in ("gpu", "tpu"):
         variants = step_variants(split, ProgramStyle.of(platform))
+        heads = head_variants(variants)
         assert len(variants) <= 4 * len(split.buckets)
-        assert StepVariant(split.buckets[-1]) in variants
+        assert len(heads) <= 3 * len(split.decode)
+        assert (not heads) is (platform == "tpu")
 
 
 def test_a_mixed_step(builder, batch):
@@ -144,6 +146,9 @@ def test_prompts_share_the_smallest_buckets_where_decode_steps_have_their_own_pr
     assert table.smallest(3, 3) == Bucket(64, 64)
     assert table.smallest(70, 1) == Bucket(128, 128)
     assert table.smallest(300, 200) == Bucket(512, 256)
+    fine = BucketTable.build(3000, 400, decode_programs=True, fine=True)
+    assert [bucket.num_tokens for bucket in fine.mixed] == [64, 128, 256, 512, 768, 1024, 1536, 2048, 3000]
+    assert [bucket.num_tokens for bucket in fine.decode] == [1, 8, 16, 32, 64, 128, 192, 256, 384, 400]
 
 
 @pytest.mark.parametrize(
@@ -152,15 +157,17 @@ def test_prompts_share_the_smallest_buckets_where_decode_steps_have_their_own_pr
 def test_every_step_within_the_budget_has_a_program(budget, rows):
     for platform in ("cpu", "tpu", "gpu"):
         style = ProgramStyle.of(platform)
-        table = BucketTable.build(budget, rows, decode_programs=style.decode_programs)
-        programs = set(step_variants(table, style))
+        fixed = style.fixed_addresses
+        table = BucketTable.build(budget, rows, decode_programs=style.decode_programs, fine=fixed)
+        programs = set(variants := step_variants(table, style))
+        heads = head_variants(variants)
         for num_rows in range(1, min(rows, budget) + 1):
-            if style.decode_programs:
+            for features in SAMPLERS if style.decode_programs else ():
                 bucket = table.smallest(num_rows, num_rows, decode_only=True)
-                for features in DECODE_FEATURES:
-                    assert StepVariant(bucket, features, True, style.fixed_addresses) in programs
+                assert StepVariant(bucket, Feature.NONE if fixed else features, True, fixed) in programs
+                assert not fixed or any(h.num_rows >= num_rows and h.features == features for h in heads)
             for num_tokens in {num_rows, (num_rows + budget) // 2, budget}:
                 bucket = table.smallest(num_tokens, num_rows)
-                assert StepVariant(bucket) in programs
+                assert StepVariant(bucket, Feature.NONE if fixed else ALL_FEATURES, False, fixed) in programs
                 assert bucket.num_rows >= num_rows
                 assert bucket.num_tokens >= num_tokens
