@@ -430,7 +430,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 """Among 64 outputs by a tile's tokens."""
                 return (tile * cluster + rank) * CONSUMERS + warpgroup
 
-            def merge(item, sums):
+            def add_up(item, sums):
                 """Leave a chunk's sums; whoever is the last of a tile's chunks adds them up in order."""
                 tile, chunk = item[:2]
                 slot = slot_of(tile)
@@ -441,7 +441,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 )
 
                 @pl.when(before == chunks - 1)
-                def _last():
+                def _merge():
                     counters[counter] = jnp.int32(0)
 
                     def load_partial(chunk, piece):
@@ -504,7 +504,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
                 def complete():
                     if chunks > 1:
-                        merge(item, sums)
+                        add_up(item, sums)
                     else:
                         pieces = [sums[:, i * columns : (i + 1) * columns] for i in range(width // columns)]
                         finish(tile, lambda piece: pieces[piece])

@@ -1,0 +1,108 @@
+"""Layers hand a kernel what it can do, with what follows the product, and XLA the rest: the results are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.layers.linear import contract, gated_linear, linear, split_linear
+from jaxserve.layers.params import LayerContext
+from pallas_kernels.dense_matmul import dispatch, reference
+from pallas_kernels.dispatch import BlockedBackend
+
+pytestmark = pytest.mark.device
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The oracle, for up to 8 rows of bfloat16; it says what it was asked for."""
+
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    name = "kernel"
+
+    def why_not(
+        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+    ) -> str | None:
+        return None if num_rows <= 8 and dtype == jnp.bfloat16 else "too many"
+
+    def __call__(self, x: jax.Array, weight: jax.Array, **kind: Any) -> jax.Array:
+        self.asked.append({key: value for key, value in kind.items() if value is not None})
+        dtype = kind.pop("out_dtype", None)
+        return reference.dense_matmul(x, weight, **kind).astype(x.dtype if dtype is None else dtype)
+
+
+def operands(rows: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = (rows, 32), (48, 32), (rows, 48)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+def test_a_kernel_computes_what_it_can() -> None:
+    kernel = Kernel()
+    context = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend(), dense_matmul=kernel)
+    without = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend())
+    x, weight, residual = operands(8)
+    bias = weight[:, 0]
+    pairs = [
+        (contract(x, weight, kernel=kernel), contract(x, weight)),
+        (linear(x, weight, kernel=kernel), linear(x, weight)),
+        (linear(x, weight, bias, kernel=kernel), linear(x, weight, bias)),
+        (split_linear(x, weight, None, context), split_linear(x, weight, None, without)),
+        (
+            split_linear(x, weight, None, context, residual),
+            residual + split_linear(x, weight, None, without),
+        ),
+        (
+            split_linear(x, weight, bias, context, residual),
+            residual + split_linear(x, weight, bias, without),
+        ),
+    ]
+    for found, expected in pairs:
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(
+            *(np.asarray(each, np.float32) for each in (found, expected)), rtol=0.01, atol=1e-5
+        )
+    assert [sorted(each) for each in kernel.asked] == [
+        ["out_dtype"], ["out_dtype"], ["out_dtype"], ["out_dtype"], ["residual"], ["out_dtype"]
+    ]  # fmt: skip
+    gated = gated_linear(x, weight, context)
+    assert gated is not None
+    gate, up = jnp.split(linear(x, weight).astype(jnp.float32), 2, axis=1)
+    np.testing.assert_allclose(np.asarray(gated, np.float32), jax.nn.silu(gate) * up, rtol=0.01, atol=1e-5)
+
+
+def test_the_rest_is_xlas() -> None:
+    kernel = Kernel()
+    context = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend(), dense_matmul=kernel)
+    x, weight, residual = operands(9)
+    assert gated_linear(x, weight, context) is None
+    found = split_linear(x, weight, None, context, residual)
+    np.testing.assert_array_equal(found, residual + linear(x, weight))
+    wide = operands(8, jnp.float32)
+    np.testing.assert_array_equal(linear(*wide[:2], kernel=kernel), linear(*wide[:2]))
+    np.testing.assert_array_equal(
+        contract(x[:8].astype(jnp.float32), weight, kernel=kernel),
+        contract(x[:8].astype(jnp.float32), weight),
+    )
+    assert kernel.asked == []
+
+
+def test_the_choice_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def __init__(self, kind: str, capability: str) -> None:
+            self.device_kind, self.compute_capability = kind, capability
+
+    assert dispatch.dense_matmul_of("cpu") == (None, None)
+    assert dispatch.dense_matmul_of("tpu") == (None, None)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("NVIDIA A100", "8.0")])
+    kernel, why_not = dispatch.dense_matmul_of("gpu")
+    assert kernel is None
+    assert "A100 has 8.0" in (why_not or "") or "needs jax" in (why_not or "")
+    if jax.__version_info__ >= (0, 11):
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device("NVIDIA H200", "9.0")])
+        assert getattr(dispatch.dense_matmul_of("gpu")[0], "name", None) == "mosaic_gpu"

@@ -1,0 +1,161 @@
+"""Hopper's dense product against the oracle, interpreted on a CPU; how its work is cut, and that all of it lowers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpected_races
+
+from pallas_kernels.dense_matmul import reference
+from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
+
+pytestmark = pytest.mark.device
+
+CASES: dict[str, tuple[tuple[int, int, int], dict[str, int], dict[str, Any]]] = {
+    # rows, outputs, inner; configuration; arguments
+    "sums handed over, an odd block of outputs": ((8, 320, 192), dict(width=8), dict(num_sms=2, chunks=1)),
+    "chunks handed over and added up, a residual": (
+        (13, 192, 512),
+        dict(width=16),
+        dict(num_sms=3, chunks=2, residual=True),
+    ),
+    "gated, two tiles of tokens": ((9, 256, 128), dict(width=8), dict(num_sms=2, chunks=1, gated=True)),
+    "shared rows, float32": (
+        (16, 192, 128),
+        dict(width=16, cluster=2),
+        dict(num_sms=4, chunks=1, out_dtype="float32"),
+    ),
+}
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from pallas_kernels.dense_matmul.gpu import Config, dense_matmul
+
+    (num_rows, outputs, inner), config, arguments = CASES[name]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((num_rows, inner)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((outputs, inner)), jnp.bfloat16)
+    residual = jnp.asarray(rng.standard_normal((num_rows, outputs)) * 20, jnp.bfloat16)
+    rest = {key: value for key, value in arguments.items() if key != "residual"}
+
+    def multiply(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
+        added = residual if "residual" in arguments else None
+        settings = Config(**config, stages=2)
+        return dense_matmul(x, weight, residual=added, config=settings, interpret=strict(), **rest)
+
+    found = jax.jit(multiply).lower(x, weight, residual).compile(COMPILER_OPTIONS)(x, weight, residual)
+    assert found.dtype == arguments.get("out_dtype", "bfloat16")
+    expected = reference.dense_matmul(
+        x, weight, residual=residual if "residual" in arguments else None, gated="gated" in arguments
+    )
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=0.01, atol=0.15)
+    assert not unexpected_races(capsys.readouterr().out)
+
+
+def test_stretches_are_even_and_chunks_are_the_shapes() -> None:
+    """Every step has one worker, and only a neighbour's sums are waited for: those of what it did first."""
+    for tiles, inner, chunks, step in (
+        (48, 4096, 3, 128),
+        (224, 4096, 1, 64),
+        (32, 4096, 4, 64),
+        (7, 448, 2, 64),
+    ):
+        borders = tuple(each // step for each in chunk_borders(inner, chunks))
+        assert borders[0] == 0
+        assert borders[-1] * step == inner
+        longest = max(b - a for a, b in pairwise(borders))
+        for workers in (1, 3, 66, 132):
+            if workers > tiles * chunks:
+                continue
+            line = Line(tiles, borders, workers, 0)
+            cuts = [line.border(worker) for worker in range(workers + 1)]
+            assert (cuts[0], cuts[-1]) == (0, tiles * line.steps)
+            sizes = np.diff(cuts)
+            assert sizes.max() - sizes.min() <= 1
+            assert sizes.min() >= longest - 1  # else a chunk would wait for a chain of workers
+            traced = [int(line.border(jnp.int32(worker))) for worker in range(workers + 1)]
+            assert traced == cuts
+            assert line.shares_chunks == any(cut % line.steps not in borders for cut in cuts)
+    line = Line(4, (0, 5, 10, 16), 3, 2)
+    for last in range(4 * 16):
+        tile, chunk, first, end = (int(each) for each in line.chunk_of(jnp.int32(last)))
+        assert tile == last // 16
+        assert (first, end) == (tile * 16 + line.borders[chunk], tile * 16 + line.borders[chunk + 1])
+        assert first <= last < end
+    # A border near a chunk's moves there, but not on from there.
+    assert [Line(2, (0, 2, 4, 8), 3, 3).border(worker) for worker in range(4)] == [0, 4, 10, 16]
+
+
+@needs_mosaic_gpu
+def test_the_order_of_sums_follows_the_shape_alone() -> None:
+    from pallas_kernels.dense_matmul.gpu import chunks_of
+
+    assert {(n, k): chunks_of(n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))} == {
+        (6144, 4096): 3, (4096, 4096): 4, (28672, 4096): 1, (4096, 14336): 4
+    }  # fmt: skip
+    assert chunks_of(64, 64) == 1
+    assert chunk_borders(4096, 3) == (0, 1280, 2688, 4096)
+    assert chunk_borders(320, 2) == (0, 128, 320)
+
+
+def lowered(num_rows: int, outputs: int, inner: int, config: Any = None, **kind: Any) -> str:
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+
+    x, weight = (jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16) for rows in (num_rows, outputs))
+    residual = (
+        jax.ShapeDtypeStruct((num_rows, outputs), jnp.bfloat16) if kind.pop("residual", False) else None
+    )
+    multiply = GpuDenseMatmul(num_sms=132, always=True, config=config)
+    traced = jax.jit(
+        lambda x, weight, residual: multiply(x, weight, residual=residual, **kind)
+    ).trace(x, weight, residual)  # fmt: skip
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_mosaic_gpu
+def test_it_lowers() -> None:
+    from pallas_kernels.dense_matmul.gpu import Config
+
+    texts = [
+        lowered(1, 6144, 4096),
+        lowered(64, 28672, 4096, gated=True),
+        lowered(256, 4096, 14336, residual=True),
+        lowered(8, 128256, 4096, out_dtype=jnp.float32),
+        lowered(64, 4096, 4096, Config(64, cluster=2)),
+    ]
+    assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
+
+
+@needs_mosaic_gpu
+def test_what_cannot_run_is_refused() -> None:
+    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, _tuning, supported, tuned
+
+    for entry in _tuning()["tables"]:
+        assert tuned(entry["rows"] or 100_000).width == entry["width"]
+    wrong = [
+        dict(width=12), dict(width=264), dict(width=72), dict(width=8, cluster=2), dict(width=64, cluster=3),
+        dict(width=8, step=96), dict(width=8, stages=1), dict(width=256, stages=5),
+        dict(width=8, consumer_registers=240),
+    ]  # fmt: skip
+    for each in wrong:
+        with pytest.raises(ValueError, match=r"width|step|register|memory|stages|cluster"):
+            Config(**each)
+    assert supported(6144, 4096, "float16") is None
+    assert "float32" in (supported(6144, 4096, "float32") or "")
+    assert "6144 x 96" in (supported(6144, 96, "bfloat16") or "")
+    assert "128" in (supported(6208, 64, "bfloat16", gated=True) or "")
+    x, weight = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.float16)
+    with pytest.raises(ValueError, match="one type"):
+        GpuDenseMatmul(always=True)(x, weight)
+    square = weight.astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="float32 without"):
+        GpuDenseMatmul(num_sms=2, always=True)(x, square, residual=x, out_dtype=jnp.float32)
+    with pytest.raises(ValueError, match="leaves 8 rows to XLA"):
+        GpuDenseMatmul(num_sms=2)(x, square)
