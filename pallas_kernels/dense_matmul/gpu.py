@@ -44,8 +44,6 @@ SHARED_MEMORY = 232_448
 DTYPES = ("bfloat16", "float16")
 FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 124, 8, 256
 """Chunks are made until there are so many tiles of them, up to so many and no shorter than that."""
-EVENNESS = 40
-"""A stretch's border moves to a chunk's if it is no farther than a stretch over this."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ class Config:
         step: contracted elements loaded at a time, 64 or 128; 64 where 128 does not divide them.
         stages: steps in flight, 2 or more.
         cluster: CTAs that share the rows they load, 1, 2 or 4.
+        hand_over: sums go from one worker to another, so that all have as much to do.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -64,6 +63,7 @@ class Config:
     step: int = 64
     stages: int = 4
     cluster: int = 1
+    hand_over: bool = True
     consumer_registers: int = 216
     producer_registers: int = 72
 
@@ -151,7 +151,7 @@ def dense_matmul(
     """[T, N], or [T, N / 2] with ``gated``; see ``reference``. Sums in float32, rounded to ``out_dtype`` (x's).
 
     Args:
-        x: [T, K], T up to the configuration's width or a multiple of it.
+        x: [T, K].
         weight: [N, K] of the same type; N and K multiples of 64.
         num_sms: multiprocessors to fill.
         residual: [T, N] of x's type.
@@ -172,30 +172,35 @@ def dense_matmul(
             f"a product of {x.dtype} is rounded to that, or to float32 without gate and residual, not {out_dtype}"
         )
     case = _Case(
-        config, outputs, inner, 1 if gated else chunks, token_tiles, num_sms // config.cluster, gated,
+        config, outputs, inner, 1 if gated else chunks, token_tiles > 1, num_sms // config.cluster, gated,
         residual is not None, out_dtype.name, atomic=interpret is None,
     )  # fmt: skip
     # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
     # knew: kernels of a program follow one another, so that all of them may use the same.
-    counters = jnp.zeros(case.num_counters, jnp.int32)
-    operands = [x, weight] + ([residual] if residual is not None else [])
-    refs = []
+    counters = jnp.zeros(case.num_handed + case.num_sums(token_tiles), jnp.int32)
+    operands, refs = [x, weight] + ([residual] if residual is not None else []), []
+    batched = [0] + ([2] if residual is not None else [])
+    if case.many_tokens:
+        operands.append(jnp.full(4, token_tiles, jnp.int32))
     if interpret is None:
         operands.append(counters)
     else:
         refs.append(jax.new_ref(counters))
+    batched += [len(operands) + len(refs) - 1, len(operands) + len(refs)]
     out_type = (jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), out_dtype),)
     if case.shares_chunks:
         out_type += (jax.ShapeDtypeStruct((case.num_handed, ROWS, config.width), jnp.float32),)
     if case.chunks > 1:
-        out_type += (jax.ShapeDtypeStruct((case.num_partials, ROWS, config.width), jnp.float32),)
+        batched.append(len(operands) + len(refs) + len(out_type))
+        num_partials = case.num_sums(token_tiles) * chunks
+        out_type += (jax.ShapeDtypeStruct((num_partials, ROWS, config.width), jnp.float32),)
     clusters: dict[str, Any] = {}
     if config.cluster > 1:
         clusters = dict(cluster=(config.cluster,), cluster_names=("cluster",))
     build = functools.partial(
         plgpu.kernel,
         _kernel_body(case, x.dtype),
-        grid=(case.line.workers,),
+        grid=(case.num_workers,),
         grid_names=("worker",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -206,7 +211,7 @@ def dense_matmul(
     )
     out = launch(
         lambda out_type: build(out_type=out_type), ("dense_matmul", case, x.dtype.name),
-        operands, refs, out_type, batched=[], interpret=interpret,
+        operands, refs, out_type, batched=batched if case.many_tokens else [], interpret=interpret,
     )[0]  # fmt: skip
     return out[:num_rows]
 
@@ -219,7 +224,8 @@ class _Case:
     outputs: int
     inner: int
     chunks: int
-    token_tiles: int
+    many_tokens: bool
+    """There are several tiles of tokens: how many, the kernel is told. One serves any number."""
     most_workers: int
     gated: bool
     has_residual: bool
@@ -234,34 +240,33 @@ class _Case:
     def stages(self) -> int:
         return self.config.stages * self.config.step // self.step
 
-    @functools.cached_property
-    def line(self) -> Line:
-        """The work of one cluster's CTAs, which walk it together, each with outputs of its own."""
-        outputs = CONSUMERS * ROWS * self.config.cluster
-        tiles = pl.cdiv(self.outputs, outputs) * self.token_tiles
+    @property
+    def output_tiles(self) -> int:
+        """Of one cluster's CTAs, which walk a line together, each with outputs of its own."""
+        return pl.cdiv(self.outputs, CONSUMERS * ROWS * self.config.cluster)
+
+    def line(self, token_tiles: Any) -> Line:
+        """The work, of so many tiles of tokens."""
         borders = tuple(each // self.step for each in chunk_borders(self.inner, self.chunks))
-        workers = min(self.most_workers, tiles * self.chunks)
-        # With a worker for each chunk it has that; else sums are handed over rather than stretches made uneven.
-        snap = borders[-1] if workers == tiles * self.chunks else tiles * borders[-1] // (workers * EVENNESS)
-        return Line(tiles, borders, workers, snap)
+        tiles = self.output_tiles * token_tiles
+        return Line.shared_by(self.most_workers, tiles, borders, hand_over=self.config.hand_over)
+
+    @property
+    def num_workers(self) -> int:
+        return self.most_workers if self.many_tokens else self.line(1).workers
 
     @functools.cached_property
     def shares_chunks(self) -> bool:
-        return self.line.shares_chunks
+        return self.config.hand_over if self.many_tokens else self.line(1).shares_chunks
 
     @property
     def num_handed(self) -> int:
-        """Sums that a worker may leave to the next one."""
-        return self.line.workers * self.config.cluster * CONSUMERS
+        """Sums that a worker may leave to the next one, each with a flag."""
+        return self.num_workers * self.config.cluster * CONSUMERS
 
-    @property
-    def num_partials(self) -> int:
-        return self.line.tiles * self.config.cluster * CONSUMERS * self.chunks
-
-    @property
-    def num_counters(self) -> int:
-        """A flag for each handing over, a count of chunks for each 64 outputs of a tile."""
-        return self.num_handed + self.line.tiles * self.config.cluster * CONSUMERS
+    def num_sums(self, token_tiles: int) -> int:
+        """64 outputs of a tile, each with a count of chunks."""
+        return self.output_tiles * token_tiles * self.config.cluster * CONSUMERS
 
 
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
@@ -296,7 +301,7 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
 def _kernel_body(case: _Case, dtype: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    config, line, step_size, stages = case.config, case.line, case.step, case.stages
+    config, step_size, stages = case.config, case.step, case.stages
     width, columns, cluster, chunks = config.width, config.columns, config.cluster, case.chunks
     half = case.outputs // 2
 
@@ -305,6 +310,8 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
         residual_full=None,
     ):  # fmt: skip
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
+        token_tiles, refs = (refs[0][0], refs[1:]) if case.many_tokens else (1, refs)
+        line = case.line(token_tiles)
         counters, out, *refs = refs
         handed, refs = (refs[0], refs[1:]) if case.shares_chunks else (None, refs)
         partials = refs[0] if chunks > 1 else None
@@ -325,8 +332,9 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
         def place(tile, consumer):
             """First token, first row of the weight, first output of 64, and whether there are such."""
-            tokens = pl.multiple_of(lax.rem(tile, case.token_tiles) * width, ALIGNED)
-            block = lax.div(tile, case.token_tiles) * cluster + rank
+            block = lax.div(tile, jnp.int32(token_tiles))
+            tokens = pl.multiple_of((tile - block * token_tiles) * width, ALIGNED)
+            block = block * cluster + rank
             if case.gated:
                 output = pl.multiple_of(block * ROWS, ROWS)
                 return tokens, pl.multiple_of(output + consumer * half, ROWS), output, output < half

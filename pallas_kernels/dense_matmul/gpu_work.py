@@ -19,6 +19,8 @@ from jax import lax
 
 UNIT = 128
 """Contracted elements that no chunk's border divides; 64 where it does not divide all of them."""
+EVENNESS = 40
+"""A stretch's border moves to a chunk's if it is no farther than a stretch over this."""
 
 
 def chunk_borders(inner: int, chunks: int) -> tuple[int, ...]:
@@ -32,16 +34,30 @@ class Line:
     """A product's steps, in the order in which they are shared out.
 
     Args:
-        tiles: of outputs and tokens.
+        tiles: of outputs and tokens, an integer or a traced one.
         borders: of a tile's chunks, in steps; the last is the steps of a tile.
-        workers: that share it.
+        workers: that share it; the stretches of any others are empty.
         snap: a stretch's border so many steps from a chunk's moves there.
     """
 
-    tiles: int
+    tiles: Any
     borders: tuple[int, ...]
-    workers: int
-    snap: int
+    workers: Any
+    snap: Any
+
+    @classmethod
+    def shared_by(cls, most_workers: int, tiles: Any, borders: tuple[int, ...], *, hand_over: bool) -> Line:
+        """The line of so many tiles, for up to so many workers.
+
+        Args:
+            hand_over: stretches may end within a chunk; else they end with one, and are less even.
+        """
+        chunks = len(borders) - 1
+        workers = _where(tiles * chunks < most_workers, tiles * chunks, most_workers)
+        # With a worker for each chunk it has that.
+        whole = (workers == tiles * chunks) | (not hand_over)
+        snap = _where(whole, borders[-1], _div(tiles * borders[-1], workers * EVENNESS))
+        return cls(tiles, borders, workers, snap)
 
     @property
     def steps(self) -> int:
@@ -53,7 +69,8 @@ class Line:
         return len(self.borders) - 1
 
     def border(self, worker: Any) -> Any:
-        """Where a worker's stretch begins; of the number of workers, where the last one ends."""
+        """Where a worker's stretch begins; of the number of workers, and of any other, where the last one ends."""
+        worker = _where(worker < self.workers, worker, self.workers)
         even = _div(worker * (self.tiles * self.steps), self.workers)
         tile = _div(even, self.steps) * self.steps
         at, nearest = even, self.snap + 1
@@ -82,8 +99,10 @@ class Line:
         return not inside <= set(self.borders)
 
 
-def _div(a: Any, b: int) -> Any:
-    return a // b if isinstance(a, int) else lax.div(a, b)
+def _div(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return lax.div(jnp.int32(a), jnp.int32(b))
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_it_lowers() -> None:
         lowered(64, 4096, 4096, Config(64, cluster=2)),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
+    many = [lowered(rows, 4096, 1024, residual=True) for rows in (384, 1024)]
+    assert len({re.findall(r'kernel_hash = "([^"]*)"', text)[0] for text in many}) == 1
 
 
 @needs_mosaic_gpu
