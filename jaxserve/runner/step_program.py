@@ -246,8 +246,11 @@ def run_forward(
         hidden=buffers.hidden if decode_only else buffers.hidden.at[:tokens].set(computed.hidden),
         last=buffers.last.at[:rows].set(computed.last),
         sampling=buffers.sampling.at[:rows].set(fields["sampling"]),
-        features=fields["step_features"],
-        expert_imbalance=computed.expert_imbalance,
+        features=buffers.features.at[:1].set(fields["step_features"]),
+        expert_imbalance=tuple(
+            old.at[:1].set(new)
+            for old, new in zip(buffers.expert_imbalance, computed.expert_imbalance, strict=True)
+        ),
     )
     return computed.kv_caches, computed.block_tables, kept
 
@@ -283,7 +286,7 @@ def run_head(
     )
     if not features & Feature.LOGPROBS:
         sampled = replace(sampled, logprobs=no_logprobs(0, 0))
-    return replace(sampled, expert_imbalance=buffers.expert_imbalance), sampler
+    return replace(sampled, expert_imbalance=tuple(each[:1] for each in buffers.expert_imbalance)), sampler
 
 
 def put_step_input(step_input: jax.Array, buffer: jax.Array) -> jax.Array:

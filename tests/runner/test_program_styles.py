@@ -18,11 +18,11 @@ STYLES = {
 }
 
 
-def answers(model, style: ProgramStyle, monkeypatch) -> list:
+def answers(model, style: ProgramStyle, monkeypatch, **parallel: int) -> list:
     monkeypatch.setattr(model_runner.ProgramStyle, "of", classmethod(lambda cls, platform: style))
     options = {
         "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 16,
-        "num_gpu_blocks_override": 40, "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 40, "skip_tokenizer_init": True, **parallel,
     }  # fmt: skip
     prompts = [list(range(3, 3 + n)) for n in (1, 2, 5, 17, 40, 60, 9, 33, 4, 1)]
     params = [
@@ -58,3 +58,5 @@ def test_same_answers(tmp_path, monkeypatch):
     expected = answers(model, STYLES["cpu"], monkeypatch)
     assert answers(model, STYLES["tpu"], monkeypatch) == expected
     assert answers(model, STYLES["gpu"], monkeypatch) == expected
+    # Over several devices too (where XLA of jax 0.11.2 crashed over the largest bucket).
+    assert answers(model, STYLES["gpu"], monkeypatch, tensor_parallel_size=2) == expected
