@@ -23,6 +23,7 @@ from jaxserve.plan.programs import (
     traced_collectives,
 )
 from jaxserve.runner.kv_arrays import MIB, PROGRAM_RESERVE, bytes_per_block
+from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.sampling.state import state_bytes
 
 logger = logging.getLogger(__name__)
@@ -271,20 +272,9 @@ def estimate_temporaries(runner: PlannedRunner) -> int:
     """Bytes of the largest program's temporaries by rule of thumb: a layer's widest intermediate values beside the
     residual stream, and the sampler's copies of the logits."""
     bucket = runner.builder.table.buckets[-1]
-    item, hidden = runner.dtype.itemsize, runner.model.hidden_size
     per_token = int(runner.hf_config.get("num_experts_per_tok") or 1)
-    model, widest = runner.model, 0
-    for spec in model.specs.values():
-        shape = runner.device_shape(spec)
-        if len(shape) < 2 or "vocab" in spec.axes or "layers" in spec.axes:
-            continue
-        used = per_token * math.prod(shape[1:-1]) if "expert" in spec.axes else math.prod(shape[:-1])
-        widest = max(widest, used)
-    if model.has_latents:  # queries are as wide as the latent
-        heads = model.num_heads // model.context.tensor_parallel_size
-        widest = max(widest, heads * runner.specs[0].head_size)
-    vocab = runner.device_shape(model.specs["embedding"])[0]
-    return bucket.num_tokens * (2 * widest + 4 * hidden) * item + bucket.num_rows * vocab * 4 * LOGIT_COPIES
+    layers = forward_temporaries(runner.model, bucket.num_tokens, per_token, runner.mesh)
+    return layers + sampler_temporaries(runner.model, bucket.num_rows, LOGIT_COPIES, runner.mesh)
 
 
 def _describe(

@@ -21,6 +21,7 @@ from jaxserve.runner.model_runner import JaxModelRunner
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
+from jaxserve.runner.temporaries import device_shape
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul, WhereItCan
@@ -136,9 +137,7 @@ class PlannedRunner(JaxModelRunner):
 
     def device_shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """A parameter's shape on one device."""
-        sharding = spec.abstract(self.mesh, self.model.context.rules).sharding
-        assert sharding is not None
-        return sharding.shard_shape(spec.shape)
+        return device_shape(self.model, spec, self.mesh)
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from jaxserve.models import Model, build
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
-from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
+from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.kv_arrays import (
     MemoryBudget,
     bytes_per_block,
@@ -35,6 +35,7 @@ from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
+    LIBRARY_PRODUCTS,
     HeadVariant,
     ProgramShapes,
     ProgramStyle,
@@ -43,6 +44,7 @@ from jaxserve.runner.programs import (
     step_variants,
 )
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
+from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.sampling.metadata import Feature, set_masked
 from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
 from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
@@ -58,6 +60,10 @@ from sharding.distributed import smallest
 
 logger = logging.getLogger(__name__)
 
+KERNEL_SCRATCH = 64 << 20
+"""Bytes that attention kernels keep unfinished rows in."""
+LOGIT_COPIES = 4
+"""float32 copies of a step's logits that the whole sampler keeps, by the GPU compiler's account: 3.1."""
 WEIGHT_FORMATS = {"hf": "safetensors"}
 """``ModelFiles.format`` in the words of ``load_format``, where they differ."""
 
@@ -312,15 +318,40 @@ class JaxModelRunner:
     def _size_and_compile(self) -> None:
         """Choose the cache's size and compile for it.
 
-        The cache's size is part of the programs, and their temporaries limit the cache: so the largest program is
-        compiled first, for a cache as large as if programs needed nothing, to learn what it needs.
+        The cache's size is part of the programs, and their temporaries limit the cache: so these are estimated, or
+        measured with a cache as large as if programs needed nothing.
         """
         started = time.monotonic()
         self._make_builder()
         cache = self.config.cache_config
-        num_blocks = self._num_blocks(0)
+        num_blocks, temporaries, trial = self._num_blocks(0), 0, None
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
-            num_blocks = self._num_blocks(self._programs(num_blocks).temporaries())
+            trial = self._programs(num_blocks)
+            temporaries = trial.temporaries(self._estimated_temporaries())
+            num_blocks = self._num_blocks(temporaries)
+        self._compile(num_blocks)
+        if trial is not None and self._style.fixed_addresses:
+            needed = self.programs.lacking(temporaries)
+            if needed is not None:
+                logger.warning("Programs need %d MiB more than was estimated.", (needed - temporaries) / (1 << 20))
+                trial.store.note(trial.key(trial.largest), needed)
+                if (num_blocks := self._num_blocks(needed)) != self.num_blocks:
+                    self._compile(num_blocks)
+        self._note("compilation", started)
+
+    def _estimated_temporaries(self) -> int | None:
+        """Bytes; None where they are measured."""
+        if not self._style.fixed_addresses:
+            return None
+        bucket, mesh = self.builder.table.buckets[-1], self.placement.mesh
+        experts = int(self._hf_config.get("num_experts_per_tok") or 1)
+        return KERNEL_SCRATCH + max(
+            forward_temporaries(self.model, bucket.num_tokens, experts, mesh),
+            sampler_temporaries(self.model, bucket.num_rows, LOGIT_COPIES, mesh),
+        )
+
+    def _compile(self, num_blocks: int) -> None:
+        """Get every program ready, for a cache of this size."""
         self.programs = self._programs(num_blocks)
         self.num_blocks = num_blocks
         total = [0]
@@ -336,7 +367,6 @@ class JaxModelRunner:
                 "%d of %d programs were stored by an earlier start", self.programs.store.hits, total[0]
             )
         self.num_programs = total[0]
-        self._note("compilation", started)
 
     def _num_blocks(self, temporaries: int) -> int:
         """Blocks for the given program temporaries; also settles ``max_model_len``."""
@@ -352,6 +382,10 @@ class JaxModelRunner:
         budget = self._device_budget(temporaries)
         if budget is not None:
             state = state_bytes(self.max_num_seqs, self.model.vocab_size)
+            if self._style.fixed_addresses:  # hidden states (``StepBuffers``)
+                largest = self.builder.table.buckets[-1]
+                kept = largest.num_tokens + largest.num_rows
+                state += kept * self.model.hidden_size * self.model.dtype.itemsize
             budget = replace(budget, in_use=budget.in_use + state)
         block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
         # Devices of other hosts may have less memory.
@@ -398,7 +432,10 @@ class JaxModelRunner:
                 hidden_size=self.model.hidden_size,
                 dtype=self.model.dtype,
             )
-        return StepPrograms(self.model, self.builder, shapes, variants, self._program_store(), self.placement)
+        return StepPrograms(
+            self.model, self.builder, shapes, variants, self._program_store(), self.placement,
+            LIBRARY_PRODUCTS if self.platform == "gpu" else (),
+        )  # fmt: skip
 
     def _program_store(self) -> ProgramStore:
         """What is on disk of programs for this model on these devices; nothing for several processes, which must all

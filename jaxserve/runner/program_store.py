@@ -98,12 +98,18 @@ class ProgramStore:
             if text.isdecimal():
                 return int(text)
         number = make()
-        if path is not None:
-            try:
-                _write(path, str(number).encode())
-            except OSError as error:
-                logger.warning("Could not write to the program store: %s", error)
+        self.note(key, number)
         return number
+
+    def note(self, key: object, number: int) -> None:
+        """Let ``remember`` answer with another number from now on."""
+        path = self._path(("number", key))
+        if path is None:
+            return
+        try:
+            _write(path, str(number).encode())
+        except OSError as error:
+            logger.warning("Could not write to the program store: %s", error)
 
     def _path(self, key: object) -> Path | None:
         return None if self._directory is None else self._directory / _digest(self._base, repr(key))

@@ -14,6 +14,7 @@ from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.invariance import CompilerOptions
 from jaxserve.runner.placement import BY_RANK, REPLICATED, Placement, cache_spec
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.step_program import (
@@ -41,6 +42,11 @@ from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
 
 Abstract = jax.ShapeDtypeStruct
 ONE_DEVICE = Placement()
+
+
+SPARE = 1
+"""Elements of the buffers between a step's programs that no step writes. A buffer that is overwritten whole has no use for
+what it held before: then it is not donated, so it moves; and XLA's partitioner (jax 0.11.2) crashes over it."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +109,15 @@ class ProgramShapes:
 
     def _buffers(self) -> StepBuffers:
         fixed = self.fixed_input > 0
+        spare = SPARE if fixed else 0
+        imbalance = (Abstract((1 + spare,), jnp.float32),) if fixed and self.has_experts else ()
         return StepBuffers(
-            step_input=Abstract((self.fixed_input,), jnp.int32),
-            hidden=Abstract((self.fixed_tokens, self.hidden_size), self.dtype),
-            last=Abstract((self.fixed_rows, self.hidden_size), self.dtype),
-            sampling=Abstract((self.fixed_rows, NUM_COLUMNS), jnp.int32),
-            features=Abstract((int(fixed),), jnp.int32),
-            expert_imbalance=(Abstract((1,), jnp.float32),) if fixed and self.has_experts else (),
+            step_input=Abstract((self.fixed_input + spare,), jnp.int32),
+            hidden=Abstract((self.fixed_tokens + spare, self.hidden_size), self.dtype),
+            last=Abstract((self.fixed_rows + spare, self.hidden_size), self.dtype),
+            sampling=Abstract((self.fixed_rows + spare, NUM_COLUMNS), jnp.int32),
+            features=Abstract((int(fixed) + spare,), jnp.int32),
+            expert_imbalance=imbalance,
         )
 
 
@@ -146,6 +154,13 @@ class HeadVariant:
 SAMPLERS = (ALL_FEATURES, Feature.TOP_K, Feature.NONE)
 """What programs hold of the sampler: everything, which has branches; random with a top-k, and greedy, which have
 none."""
+
+
+LARGE_PRODUCTS = 256
+"""Rows of products from which on ``LIBRARY_PRODUCTS`` holds."""
+LIBRARY_PRODUCTS: CompilerOptions = (("xla_gpu_enable_triton_gemm", False),)
+"""For large products on a GPU. XLA would compile dozens of its own for each, time them beside cuBLAS' and find none
+that is faster."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +214,9 @@ def head_variants(variants: Sequence[StepVariant]) -> list[HeadVariant]:
 class StepPrograms:
     """Lowers and compiles; afterwards a table of callables.
 
+    Args:
+        large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more.
+
     Attributes:
         compiled: key -> program. Keys are the ``StepVariant``s and ``HeadVariant``s; the names of what changes parts
             of ``DeviceState`` (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for
@@ -215,10 +233,12 @@ class StepPrograms:
         variants: list[StepVariant],
         store: ProgramStore,
         placement: Placement = ONE_DEVICE,
+        large_options: CompilerOptions = (),
     ) -> None:
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
+        self._large_options = large_options
         self._params = model.abstract_params(placement.mesh)
         self._param_specs = model.partition_specs()
         self._head_params = model.head_params() if self.heads else ()
@@ -241,7 +261,7 @@ class StepPrograms:
         specs, state = self._state_specs, self.state
         if variant.fixed:
             changed = (specs.kv_caches, specs.block_tables, specs.buffers)
-            program = self.placement.jit(
+            program = self._placement(variant.bucket.num_tokens).jit(
                 partial(run_forward, **options), (self._param_specs, *changed, specs.sampler.last_token_ids), changed,
                 donate=(1, 2, 3),
             )  # fmt: skip
@@ -260,11 +280,16 @@ class StepPrograms:
             features=variant.features,
         )  # fmt: skip
         specs = self._state_specs
-        program = self.placement.jit(
+        program = self._placement(variant.num_rows).jit(
             head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
             donate=(1,),
         )  # fmt: skip
         return program.lower(self.head_params(self._params), self.state.sampler, self.state.buffers)
+
+    def _placement(self, num_rows: int) -> Placement:
+        """For a program whose products have so many rows."""
+        options = self._large_options if num_rows >= LARGE_PRODUCTS else ()
+        return replace(self.placement, compiler_options=(*self.placement.compiler_options, *options))
 
     def head_params(self, params: dict[str, Any]) -> dict[str, Any]:
         """Those of the params that heads take."""
@@ -274,16 +299,26 @@ class StepPrograms:
         """An argument of which every rank has its own."""
         return self.placement.abstract(Abstract(shape, dtype), BY_RANK)
 
-    def temporaries(self) -> int:
-        """Bytes that the largest program needs beside its arguments."""
+    def temporaries(self, estimate: int | None) -> int:
+        """Bytes that the largest program needs beside its arguments: remembered, or else estimated, or else measured.
+
+        Measuring takes a compilation, for which all others would wait.
+        """
 
         def measure() -> int:
-            return max(_temporaries(lower().compile()) for lower in lowerings)
+            return _temporaries(self.lower_step(self.largest).compile()) if estimate is None else estimate
 
-        largest = next(variant for variant in self.variants if not variant.decode_only)
-        lowerings = [partial(self.lower_step, largest)]
-        lowerings += [partial(self.lower_head, head) for head in self.heads[:1]]  # the largest
-        return self.store.remember(self.key(largest), measure)
+        return self.store.remember(self.key(self.largest), measure)
+
+    def lacking(self, given: int) -> int | None:
+        """What the largest programs need, once they are compiled, if it is more than ``given`` bytes; None if not."""
+        needed = max(_temporaries(self.compiled[key]) for key in (self.largest, *self.heads[:1]))
+        return needed if needed > given else None
+
+    @property
+    def largest(self) -> StepVariant:
+        """The step program that needs most memory."""
+        return next(variant for variant in self.variants if not variant.decode_only)
 
     def key(self, program: object) -> tuple[object, ...]:
         """A program's key in the store, whose description covers the model and the device."""
