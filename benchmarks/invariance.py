@@ -1,0 +1,421 @@
+"""Whether outputs depend on their requests alone on a GPU, bit for bit, and what that costs. One table a part.
+
+    python benchmarks/invariance.py --model llama-8b --parts ops,bits,off,cost
+    python benchmarks/invariance.py --model smollm2 --parts bits --products xla --norm halves
+
+ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows
+bits   requests alone and among up to 511 others, with the mode on: random company, order, cache (warm, cold, written
+       while decoding), token budget, asynchronous scheduling, forced preemptions. Exits with 1 if a bit differs
+restart another engine, which finds the programs of the first one: the same requests alone
+off    as bits, with the mode off
+cost   decode, prefill and offline throughput with the mode on and off, and their ratio
+
+``--products`` and ``--norm`` exchange what the mode uses, to compare candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from offline import Benchmark, Engine
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.bench.invariance import Bits, Target, bits_of
+
+MODELS = Path(__file__).parent / "models"
+COMPANY = (0, 1, 3, 7, 20, 60, 200, 511)
+BUDGETS = (64, 100, 256, 1000, 1 << 20)
+PREEMPTED = 0.15
+"""Of the steps of a situation with preemptions, those before which a request loses its blocks."""
+
+
+def choose(options: argparse.Namespace) -> Any:
+    """Have engines use the candidates that were asked for."""
+    from jaxserve.runner import invariance, model_runner
+
+    chosen = partial(
+        invariance.Invariance,
+        norm_kernel=options.norm == "kernel",
+        product_kernel=options.products == "kernel",
+    )
+    return mock.patch.object(model_runner, "Invariance", chosen)
+
+
+def make_llm(options: argparse.Namespace, *, invariant: bool, **arguments: Any) -> LLM:
+    folder = MODELS / options.model
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if folder.is_dir() else {}
+    model = "" if options.model == "smollm2" else str(folder) if folder.is_dir() else options.model
+    overrides = {"hf_overrides": {"num_hidden_layers": options.layers}} if options.layers else {}
+    started = time.perf_counter()
+    llm = LLM(model, batch_invariant=invariant, **{**dummy, **overrides, **arguments, **options.arguments})
+    mode = "on" if invariant else "off"
+    print(f"{options.model}, mode {mode}: ready after {time.perf_counter() - started:.1f} s", flush=True)
+    return llm
+
+
+# --- bits -------------------------------------------------------------------------------------------------------
+
+
+class Disturbance:
+    """Stands in for a core's ``step``: preempts, and changes the budget and the depth, as a situation has it."""
+
+    def __init__(self, core: Any, rng: random.Random) -> None:
+        self._step, self._core, self._rng = core.step, core, rng
+        self._most = core.scheduler._planner.max_num_batched_tokens
+        self.preempts = False
+        self.preemptions = 0
+        core.step = self.step
+
+    def step(self) -> Any:
+        scheduler = self._core.scheduler
+        rank = scheduler._lifecycle.ranks[0]
+        if self.preempts and len(rank.running) > 1 and self._rng.random() < PREEMPTED:
+            rank.running.append(rank.running.pop(self._rng.randrange(len(rank.running))))
+            scheduler._lifecycle.preempt_last(rank)
+            self.preemptions += 1
+        return self._step()
+
+    def next_situation(self, num_requests: int) -> str:
+        """Draw what happens to it."""
+        # Each running request has a token of the budget.
+        budget = min(max(self._rng.choice(BUDGETS), num_requests + 8), self._most)
+        self._core.scheduler._planner.max_num_batched_tokens = budget
+        self._core._depth = self._rng.choice([1, 2, 2])
+        self.preempts = self._rng.random() < 0.5
+        return f"{budget} tokens a step, depth {self._core._depth}{', preempting' * self.preempts}"
+
+
+@dataclass
+class Differences:
+    """What came of comparisons."""
+
+    requests: int = 0
+    different: int = 0
+    other_tokens: int = 0
+    values: int = 0
+    other_values: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def compare(self, output: Any, expected: Bits, where: str) -> None:
+        found = bits_of(output)
+        self.requests += 1
+        self.values += len(expected[1])
+        if found == expected:
+            return
+        self.different += 1
+        self.other_tokens += found[0] != expected[0]
+        places = [i for i, (a, b) in enumerate(zip(found[1], expected[1], strict=False)) if a != b]
+        self.other_values += len(places)
+        first = places[0] if places else len(expected[1])
+        prompt = len(output.prompt_logprobs or [])
+        distances = [
+            abs(float.fromhex(a[1]) - float.fromhex(b[1]))
+            for a, b in zip(found[1][first], expected[1][first], strict=False)
+        ]
+        self.examples.append(
+            f"prompt of {len(output.prompt_token_ids)}, first at {first} of {len(expected[1])} positions"
+            f" ({prompt} of the prompt), by {max(distances, default=0):.2e}, {output.num_cached_tokens} cached: {where}"
+        )
+
+    def line(self) -> str:
+        return (
+            f"{self.requests} requests compared, {self.different} differ ({self.other_tokens} in their tokens); "
+            f"{self.other_values} of {self.values} positions"
+        )
+
+
+def make_targets(rng: random.Random, vocab: int, longest: int, count: int) -> list[Target]:
+    """Prompts of 1 to ``longest`` tokens; greedy, random and penalised; some score their prompts."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    ]
+    targets: list[Target] = []
+    for index in range(count):
+        length = max(1, int(longest ** rng.random())) if index else longest
+        prompt = [rng.randrange(8, vocab) for _ in range(length)]
+        params = SamplingParams(
+            max_tokens=rng.randint(2, 40), ignore_eos=True, seed=index, logprobs=3, detokenize=False,
+            **kinds[index % len(kinds)],
+        )  # fmt: skip
+        targets.append(Target(prompt, params))
+    return targets
+
+
+def run(llm: LLM, requests: list[Target]) -> list[Any]:
+    prompts: list[Any] = [{"prompt_token_ids": request.prompt} for request in requests]
+    return llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
+
+
+def alone(llm: LLM, targets: list[Target]) -> list[tuple[Target, Bits]]:
+    """Each by itself with nothing cached, and its prompt with most of its answer."""
+    expected: list[tuple[Target, Bits]] = []
+    for target in targets:
+        llm.reset_prefix_cache()
+        [output] = run(llm, [target])
+        expected.append((target, bits_of(output)))
+        if target.params.prompt_logprobs is None:
+            llm.reset_prefix_cache()
+            longer = Target(target.prompt + list(output.outputs[0].token_ids)[:-1], target.params)
+            expected.append((longer, bits_of(run(llm, [longer])[0])))
+    return expected
+
+
+def companions(
+    rng: random.Random, expected: list[tuple[Target, Bits]], vocab: int, count: int
+) -> list[Target]:
+    """Requests that nobody compares: short and long, some with a target's beginning."""
+    others: list[Target] = []
+    longest = len(expected[0][0].prompt)
+    for _ in range(count):
+        length = min(longest, rng.choice([1, 5, 17, 40, 40, 130, 600 if count < 100 else 60]))
+        prompt = [rng.randrange(8, vocab) for _ in range(length)]
+        if rng.random() < 0.2:
+            shared = rng.choice(expected)[0].prompt
+            prompt = shared[: rng.randint(1, len(shared))] + prompt[:5]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=rng.randint(1, 40), ignore_eos=True,
+            seed=rng.randrange(1 << 30), logprobs=rng.choice([None, None, None, 1]), detokenize=False,
+        )  # fmt: skip
+        others.append(Target(prompt, params))
+    return others
+
+
+def try_situations(
+    llm: LLM, options: argparse.Namespace, situations: int, *, mode: str, expected: Any = None
+) -> tuple[Differences, Any]:
+    """Targets in random situations against themselves alone."""
+    rng, vocab = random.Random(options.seed), llm.info.vocab_size
+    targets = make_targets(rng, vocab, options.longest, options.targets)
+    started = time.perf_counter()
+    expected = expected or alone(llm, targets)
+    disturbance, found = Disturbance(llm._core, rng), Differences()
+    cached = most = 0
+    for number in range(situations):
+        size = min(rng.choice(COMPANY), options.most_company)
+        chosen = [rng.choice(expected) for _ in range(rng.choice([1, 1, 2, 5]))]
+        requests = [target for target, _ in chosen] + companions(rng, expected, vocab, size)
+        order = rng.sample(range(len(requests)), len(requests))
+        if cold := rng.random() < 0.4:
+            llm.reset_prefix_cache()
+        where = (
+            f"situation {number}, {size} others, {disturbance.next_situation(len(requests))}{', cold' * cold}"
+        )
+        outputs = run(llm, [requests[index] for index in order])
+        most = max(most, len(requests))
+        for place, index in enumerate(order):
+            if index < len(chosen):
+                cached += outputs[place].num_cached_tokens
+                found.compare(outputs[place], chosen[index][1], where)
+        if time.perf_counter() - started > options.seconds:
+            situations = number + 1
+            break
+    llm._core.step = disturbance._step
+    llm._core.scheduler._planner.max_num_batched_tokens = disturbance._most
+    print(
+        f"mode {mode}: {situations} situations of up to {most} requests in {time.perf_counter() - started:.0f} s, "
+        f"{disturbance.preemptions} preemptions, {cached} tokens of compared prompts from the cache\n  {found.line()}"
+    )
+    for example in found.examples[: options.examples]:
+        print(f"  {example}")
+    sys.stdout.flush()
+    return found, expected
+
+
+# --- operations -------------------------------------------------------------------------------------------------
+
+
+def try_operations(options: argparse.Namespace) -> None:
+    """Each operation's first row among more and more rows: how many kinds of bits there are."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.layers.linear import linear
+    from jaxserve.layers.rope import RopeAngles
+    from jaxserve.runner.invariance import PINNED_PRODUCTS
+    from pallas_kernels.dense_matmul.dispatch import dense_matmul_of
+    from pallas_kernels.rms_norm.dispatch import PLAIN, HalvesNorm, fixed_norm
+
+    config = json.loads((MODELS / "llama-8b" / "config.json").read_text())
+    if (MODELS / options.model).is_dir():
+        config = json.loads((MODELS / options.model / "config.json").read_text())
+    hidden, head, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    rows = [n for n in (8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 8192) if n <= options.most_rows]
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.5, jnp.bfloat16)
+
+    x, wide = draw(rows[-1], hidden), draw(rows[-1], 2 * ffn)
+    weight, qk = draw(hidden), draw(rows[-1], 1, heads + 1, head)
+    positions = jnp.asarray(rng.integers(0, 9999, rows[-1]), jnp.int32)
+    frequencies = (500000.0 ** -(np.arange(0, head, 2) / head)).astype(np.float32)
+
+    def rotate(qk: Any, positions: Any) -> Any:
+        return RopeAngles.at(positions, frequencies, 1.0).rotate(qk)
+
+    def activate(wide: Any) -> Any:
+        halves = wide.reshape(len(wide), 2, -1).astype(jnp.float32)
+        return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(wide.dtype)
+
+    pinned = dict(PINNED_PRODUCTS) if jax.default_backend() == "gpu" else {}
+    cases: list[tuple[str, Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
+        (f"norm of {hidden}, {name}", lambda x, w, norm=norm: norm(x, w, 1e-5), (x,), (weight,), pinned)
+        for name, norm in (
+            ("plain", PLAIN), ("halves", HalvesNorm()), ("kernel", fixed_norm(jax.default_backend())),
+        )
+    ]  # fmt: skip
+    per_head = draw(heads + 1, head)
+    cases += [
+        (f"norm of heads, {head}, plain", lambda x, w: PLAIN(x, w, 1e-5), (qk,), (per_head,), pinned),
+        (f"norm of heads, {head}, halves", lambda x, w: HalvesNorm()(x, w, 1e-5), (qk,), (per_head,), pinned),
+        ("rotation", rotate, (qk, positions), (), pinned),
+        ("activation", activate, (wide,), (), pinned),
+    ]
+    kernel = dense_matmul_of(jax.default_backend())[0]
+    shapes = (
+        (hidden, 2 * ffn),
+        (ffn, hidden),
+        (hidden, heads * head * 3 // 2),
+        (hidden, config["vocab_size"] // 4),
+    )
+    for inner, outputs in shapes:
+        operand, matrix = draw(rows[-1], inner), draw(outputs, inner)
+        named = f"product {inner} x {outputs}"
+        cases.append((f"{named}, timed", linear, (operand,), (matrix,), {}))
+        cases.append((f"{named}, pinned", linear, (operand,), (matrix,), pinned))
+        if kernel is not None:
+            always = partial(linear, kernel=kernel.for_all_rows())
+            cases.append((f"{named}, kernel", always, (operand,), (matrix,), pinned))
+    print(f"operations, first rows among {', '.join(map(str, rows))}: kinds of bits")
+    for name, function, batched, fixed, compiler_options in cases:
+        kinds: dict[bytes, list[int]] = {}
+        for count in rows:
+            arguments = [each[:count] for each in batched] + list(fixed)
+            compiled = jax.jit(function).lower(*arguments).compile(compiler_options=compiler_options)
+            first = np.asarray(compiled(*arguments)[:8].astype(jnp.float32))
+            kinds.setdefault(first.tobytes(), []).append(count)
+        groups = " | ".join(",".join(map(str, counts)) for counts in kinds.values())
+        print(f"  {name:38s} {len(kinds)}   {'' if len(kinds) == 1 else groups}", flush=True)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def silent() -> Iterator[list[str]]:
+    """Keep what a part prints."""
+    lines: list[str] = []
+    with mock.patch("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args)))):
+        yield lines
+
+
+def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
+    """Case -> value, as ``offline.py`` measures it."""
+    import offline
+
+    offline.PROMPT, offline.OUTPUT = options.prompt, 129
+    engine = object.__new__(Engine)
+    engine.llm, engine.name, engine.params = llm, "jaxserve", SamplingParams
+    config = json.loads((MODELS / options.model / "config.json").read_text())
+    benchmark = Benchmark(engine, options.model, config, options.scale)
+    benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
+    with silent():
+        for rows in filter(None, options.decode.split(",")):
+            benchmark.decode(int(rows))
+        for case in filter(None, options.prefill.split(",")):
+            rows, tokens = map(int, case.split("x"))
+            benchmark.prefill(rows, max(1, tokens // options.scale))
+        for name in list(offline.THROUGHPUT)[: options.throughput]:
+            benchmark.throughput(name)
+    return {f"{result['case']}, {result['unit']}": result["value"] for result in benchmark.results}
+
+
+def compare_cost(on: dict[str, float], off: dict[str, float]) -> None:
+    print(f"{'cost':44s} {'on':>10s} {'off':>10s}   on's speed")
+    for case, value in on.items():
+        faster = value / off[case] if "tokens/s" in case else off[case] / value
+        print(f"{case:44s} {value:10.2f} {off[case]:10.2f}   {faster:6.3f} x")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="llama-8b", help="a folder of benchmarks/models, smollm2, or a path"
+    )
+    parser.add_argument("--parts", default="ops,bits,off,cost")
+    parser.add_argument("--products", choices=("kernel", "xla"), default="kernel")
+    parser.add_argument("--norm", choices=("kernel", "halves"), default="kernel")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--situations", type=int, default=200)
+    parser.add_argument("--off-situations", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=60, help="end a part of bits after so many")
+    parser.add_argument("--most-company", type=int, default=511)
+    parser.add_argument("--most-rows", type=int, default=8192, help="of ops")
+    parser.add_argument("--longest", type=int, default=1500, help="prompt tokens of a compared request")
+    parser.add_argument("--targets", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--examples", type=int, default=8, help="differences listed")
+    parser.add_argument("--decode", default="1,8,32,64,128,256", help="row counts of cost")
+    parser.add_argument("--prefill", default="1x512,1x2048,16x2048", help="rows x tokens of cost")
+    parser.add_argument("--prompt", type=int, default=512, help="context of the decoding rows of cost")
+    parser.add_argument("--throughput", type=int, default=1, help="workloads of cost: 0 to 2")
+    parser.add_argument("--scale", type=int, default=1, help="divide all lengths of cost")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
+    options = parser.parse_args()
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
+    parts = [part for part in options.parts.split(",") if part]
+    if "ops" in parts:
+        try_operations(options)
+    sizes = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
+    ok, costs, expected = True, {}, None
+    with choose(options):
+        for invariant in (True, False):
+            wanted = {"bits", "cost"} if invariant else {"off", "cost"}
+            if not wanted & set(parts):
+                continue
+            with make_llm(options, invariant=invariant, **sizes) as llm:
+                if invariant and "bits" in parts:
+                    found, expected = try_situations(llm, options, options.situations, mode="on")
+                    ok = ok and found.different == 0
+                if not invariant and "off" in parts:
+                    try_situations(llm, options, options.off_situations, mode="off")
+                if "cost" in parts:
+                    llm._core.scheduler.reset_prefix_cache()
+                    costs[invariant] = measure(llm, options)
+            if invariant and "restart" in parts and expected:
+                with make_llm(options, invariant=True, **sizes) as llm:
+                    found = Differences()
+                    for target, bits in expected:
+                        llm.reset_prefix_cache()
+                        found.compare(run(llm, [target])[0], bits, "restart")
+                    print(f"restart: {found.line()}", flush=True)
+                    ok = ok and found.different == 0
+    if costs:
+        compare_cost(costs[True], costs[False])
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
