@@ -92,7 +92,8 @@ class Experts(nnx.Module):
         Args:
             x: [T, M].
             weights: float32 [T, k].
-            experts: int32 [T, k] numbers among this device's experts; out of range: none of them.
+            experts: int32 [T, k] numbers among this device's experts; out of range: none of them, which is E where
+                these are all experts.
 
         Returns:
             [T, M] in x's type; summed over the devices that share the experts it is the result.
@@ -102,12 +103,13 @@ class Experts(nnx.Module):
         if (few := self.few(num_tokens)) is not None:
             chosen = Chosen.of(weights, experts, num_experts)
             return few(x, self.gate_up[...], self.down[...], chosen).astype(x.dtype)
-        here = (experts >= 0) & (experts < num_experts)
-        flat = jnp.where(here, experts, num_experts).reshape(-1)
+        if num_experts < self.config.router.num_experts:  # some are other devices'
+            experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+        flat = experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         sizes = count_tokens(flat, num_experts)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
-        scales = jnp.where(here, weights, 0.0)[:, :, None]
+        scales = jnp.where(experts < num_experts, weights, 0.0)[:, :, None]
 
         def of_first(num_rows: int) -> jax.Array:
             """The result, if no more sorted rows than these are of this device's experts."""
@@ -146,26 +148,31 @@ class Experts(nnx.Module):
 
     def _run(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """[N, M] sorted rows, of ``experts`` [N], through theirs. Rows of none give anything finite."""
-        weight = self.gate_up[...]
-        gate_up = self.context.grouped_matmul(x, weight.reshape(weight.shape[0], -1, x.shape[1]), sizes)
-        halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
-        if self.gate_up_bias is not None:
-            halves = halves + self.gate_up_bias[experts]
-        gate, up = halves[:, 0], halves[:, 1]
-        down = self.context.grouped_matmul(self._activate(gate, up).astype(x.dtype), self.down[...], sizes)
+        down = self.context.grouped_matmul(self._hidden(x, experts, sizes), self.down[...], sizes)
         if self.down_bias is None:
             return down
         # The parts of a split expert are added up, and its bias is to be added once.
         first = self.config.ffn_shards(self.context) == 1 or self.context.shard_index() == 0
         return down + jnp.where(first, self.down_bias[experts], 0)
 
-    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        clamped = self.config.clamped
-        if clamped is None:
-            return jax.nn.silu(gate) * up
-        gate = jnp.minimum(gate, clamped.limit)
-        up = jnp.clip(up, -clamped.limit, clamped.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)
+    def _hidden(self, x: jax.Array, experts: jax.Array, sizes: jax.Array) -> jax.Array:
+        """[N, F] of sorted rows: the activation of their experts' gate and up."""
+        weight, clamped, multiply = self.gate_up[...], self.config.clamped, self.context.grouped_matmul
+        if self.gate_up_bias is None and clamped is None:
+            return multiply.gated(x, weight, sizes)
+        gate_up = multiply(x, weight.reshape(weight.shape[0], -1, x.shape[1]), sizes)
+        halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
+        if self.gate_up_bias is not None:
+            halves = halves + self.gate_up_bias[experts]
+        return _activate(halves[:, 0], halves[:, 1], clamped).astype(x.dtype)
+
+
+def _activate(gate: jax.Array, up: jax.Array, clamped: ClampedSwiGLU | None) -> jax.Array:
+    if clamped is None:
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(gate, clamped.limit)
+    up = jnp.clip(up, -clamped.limit, clamped.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)
 
 
 def count_tokens(experts: jax.Array, num_experts: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.grouped_matmul import blocked
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
+from pallas_kernels.grouped_matmul.gated import gated
 
 _OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -96,6 +98,10 @@ class GroupedMatmul(Protocol):
         """
         ...
 
+    def gated(self, lhs: jax.Array, gate_up: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """[N, F], silu(gate) * up: lhs [N, M] by matrices [E, 2, F, M]; the rest is as for ``__call__``."""
+        ...
+
 
 @dataclass(frozen=True)
 class PortableGroupedMatmul:
@@ -109,6 +115,9 @@ class PortableGroupedMatmul:
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return grouped_matmul(lhs, rhs, group_sizes)
+
+    def gated(self, lhs: jax.Array, gate_up: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return gated(grouped_matmul, lhs, gate_up, group_sizes)
 
 
 PORTABLE = PortableGroupedMatmul()
@@ -132,8 +141,14 @@ class WhereItCan:
         return self.kernel.why_not(outputs, inner, dtype)
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        able = lhs.dtype == rhs.dtype and self.why_not(rhs.shape[1], rhs.shape[2], rhs.dtype) is None
-        return (self.kernel if able else grouped_matmul)(lhs, rhs, group_sizes)
+        return (self.kernel if self._can(lhs, rhs) else PORTABLE)(lhs, rhs, group_sizes)
+
+    def gated(self, lhs: jax.Array, gate_up: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return (self.kernel if self._can(lhs, gate_up) else PORTABLE).gated(lhs, gate_up, group_sizes)
+
+    def _can(self, lhs: jax.Array, rhs: jax.Array) -> bool:
+        outputs = math.prod(rhs.shape[1:-1])
+        return lhs.dtype == rhs.dtype and self.why_not(outputs, rhs.shape[-1], rhs.dtype) is None
 
 
 def grouped_matmul_of(platform: str) -> tuple[GroupedMatmul, str | None]:

@@ -15,7 +15,9 @@ Central ideas:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -125,24 +127,25 @@ def grouped_matmul(
 
     Args:
         lhs: [N, K], sorted by group, padding last.
-        rhs: [E, M, K] of the same type; M and K multiples of 64.
+        rhs: [E, M, K] of the same type; M and K multiples of 64. Or [E, 2, M, K], gate and up: then the result is
+            silu(gate) * up.
         group_sizes: int32 [E].
         num_sms: multiprocessors to fill.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    num_rows, (num_groups, outputs, inner) = lhs.shape[0], rhs.shape
+    num_rows, (num_groups, *halves, outputs, inner) = lhs.shape[0], rhs.shape
     rows = padded_rows(num_rows, config.widths)
     work = list_tiles(group_sizes, rows, config.widths)
     if rows != num_rows:
         lhs = jnp.pad(lhs, ((0, rows - num_rows), (0, 0)))
-    case = _Case(config, num_groups, outputs, inner, num_sms)
+    case = _Case(config, num_groups, math.prod(halves), outputs, inner, num_sms)
     build = functools.partial(
         plgpu.kernel,
         _kernel_body(case, lhs.dtype),
         grid=(num_sms,),
         grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
+        num_threads=case.consumers + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(case, lhs.dtype),
         kernel_name="grouped_matmul",
@@ -150,7 +153,7 @@ def grouped_matmul(
     )
     [out] = launch(
         lambda out_type: build(out_type=out_type), ("grouped_matmul", case, lhs.dtype.name),
-        [work.items, work.count, lhs, rhs], [], (jax.ShapeDtypeStruct((rows, outputs), lhs.dtype),),
+        [work.items, work.up_to, lhs, rhs], [], (jax.ShapeDtypeStruct((rows, outputs), lhs.dtype),),
         batched=[0, 2, 4], interpret=interpret,
     )  # fmt: skip
     return out[:num_rows]
@@ -158,10 +161,11 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class _Case:
-    """What one compiled kernel is made for."""
+    """What one compiled kernel is made for: matrices of [outputs, inner], one of a group or two (gate and up)."""
 
     config: Config
     num_groups: int
+    halves: int
     outputs: int
     inner: int
     num_ctas: int
@@ -171,37 +175,60 @@ class _Case:
         return self.config.step if self.inner % self.config.step == 0 else ROWS
 
     @property
+    def stages(self) -> int:
+        return self.config.stages * self.config.step // self.step
+
+    @property
+    def consumers(self) -> int:
+        """Multiplying warpgroups: a single one where gate and up of 64 outputs are all of a tile."""
+        return min(CONSUMERS, CONSUMERS * self.config.blocks // self.halves)
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 outputs that one of them computes of each half of a tile."""
+        return self.config.blocks * CONSUMERS // (self.halves * self.consumers)
+
+    @property
+    def tile_outputs(self) -> int:
+        return self.consumers * self.blocks * ROWS
+
+    @property
     def output_tiles(self) -> int:
-        return pl.cdiv(self.outputs, self.config.outputs)
+        return pl.cdiv(self.outputs, self.tile_outputs)
 
 
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    config, step, widest = case.config, case.step, case.config.widths[-1]
-    stages = config.stages * config.step // step
+    step, stages, widest, consumers = case.step, case.stages, case.config.widths[-1], case.consumers
+    products = case.blocks * case.halves
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return dict(
-        weights_s=plgpu.SMEM((stages, CONSUMERS, config.blocks, ROWS, step), dtype, transforms=tiled),
+        weights_s=plgpu.SMEM((stages, consumers, products, ROWS, step), dtype, transforms=tiled),
         tokens_s=plgpu.SMEM((stages, widest, step), dtype, transforms=tiled),
-        out_s=plgpu.SMEM((CONSUMERS, widest, ROWS), dtype, transforms=tiled),
-        row_s=plgpu.SMEM((CONSUMERS, ALIGNED, ROWS), dtype),
-        full=plgpu.Barrier(num_arrivals=CONSUMERS * config.blocks + 1, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        out_s=plgpu.SMEM((consumers, widest, ROWS), dtype, transforms=tiled),
+        row_s=plgpu.SMEM((consumers, ALIGNED, ROWS), dtype),
+        full=plgpu.Barrier(num_arrivals=consumers * products + 1, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
     )
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """Of float32."""
+    return x / (1.0 + jnp.exp(-x))
 
 
 def _kernel_body(case: _Case, dtype: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    config, step_size = case.config, case.step
-    stages = config.stages * config.step // step_size
+    config, step_size, stages, consumers = case.config, case.step, case.stages, case.consumers
+    products = case.blocks * case.halves
     num_steps = case.inner // step_size
     pieces_at_once = min(4, config.widths[-1] // ALIGNED)
 
-    def grouped_matmul(items, count, lhs, rhs, out, *, weights_s, tokens_s, out_s, row_s, full, free):
+    def grouped_matmul(items, up_to, lhs, rhs, out, *, weights_s, tokens_s, out_s, row_s, full, free):
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        work = count[0] * case.output_tiles
+        work = up_to[case.num_groups] * case.output_tiles
         num_own = pl.cdiv(jnp.maximum(work - cta, 0), case.num_ctas)
 
         def item(i):
@@ -211,12 +238,12 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             group, first, begin, end, width = (items[row, field] for field in FIELDS)
             first = pl.multiple_of(first, ALIGNED)
             steps = jnp.where(group < case.num_groups, num_steps, 0)
-            return group, first, begin, end, width, lax.rem(index, case.output_tiles) * config.outputs, steps
+            return group, first, begin, end, width, lax.rem(index, case.output_tiles) * case.tile_outputs, steps
 
         def output_blocks(tile, consumer):
             """For each block of 64 outputs: its number in the tile, its first output, whether there is such a one."""
-            for block in range(config.blocks):
-                first = tile + (consumer * config.blocks + block) * ROWS
+            for block in range(case.blocks):
+                first = tile + (consumer * case.blocks + block) * ROWS
                 yield block, pl.multiple_of(first, ROWS), first < case.outputs
 
         def for_width(which, action):
@@ -224,9 +251,10 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             for index, width in enumerate(config.widths):
                 pl.when(which == index)(functools.partial(action, width))
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == consumers)
         def _producer():
-            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            if consumers == CONSUMERS:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
 
             def one_item(i, done):
                 group, first, _, _, which, tile, steps = item(i)
@@ -242,16 +270,15 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                             tokens_s.at[slot, pl.ds(0, width)],
                             full.at[slot],
                         )
-                        for consumer in range(CONSUMERS):
+                        for consumer, half in itertools.product(range(consumers), range(case.halves)):
                             for block, output, exists in output_blocks(tile, consumer):
+                                matrix = rhs.at[group] if case.halves == 1 else rhs.at[group, half]
+                                target = weights_s.at[slot, consumer, block * case.halves + half]
 
                                 @pl.when(exists)
-                                def _load(consumer=consumer, block=block, output=output):
-                                    plgpu.copy_gmem_to_smem(
-                                        rhs.at[group, pl.ds(output, ROWS), inner],
-                                        weights_s.at[slot, consumer, block],
-                                        full.at[slot],
-                                    )
+                                def _load(matrix=matrix, output=output, target=target):
+                                    source = matrix.at[pl.ds(output, ROWS), inner]
+                                    plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
                                 # The arrival that the copy would make.
                                 pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
@@ -265,9 +292,10 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             for slot in range(stages):
                 pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < consumers)
         def _consumer():
-            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            if consumers == CONSUMERS:
+                plgpu.set_max_registers(config.consumer_registers, action="increase")
 
             def store_rows(piece, first, output, begin, end):
                 """Write rows begin to end (clamped) of 8, one by one."""
@@ -332,7 +360,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                             tokens = tokens_s.at[slot, pl.ds(0, width)].T
                             for block, each in enumerate(sums):
                                 plgpu.wgmma(each, weights_s.at[slot, warpgroup, block], tokens)
-                            plgpu.wgmma_wait(config.blocks)  # the step before is done with its slot
+                            plgpu.wgmma_wait(products)  # the step before is done with its slot
                             before = lax.rem(at + stages - 1, stages)
                             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
 
@@ -342,8 +370,10 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                         pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
                         return tuple(each[...] for each in sums)
 
-                    room = [plgpu.ACC((ROWS, width), jnp.float32)] * config.blocks
+                    room = [plgpu.ACC((ROWS, width), jnp.float32)] * products
                     results = pl.run_scoped(sums_of, *room)
+                    if case.halves == 2:
+                        results = [silu(gate) * up for gate, up in zip(results[::2], results[1::2], strict=True)]
                     for (_, output, exists), result in zip(
                         output_blocks(tile, warpgroup), results, strict=True
                     ):
@@ -390,7 +420,18 @@ class GpuGroupedMatmul:
         Raises:
             ValueError: what ``why_not`` says, or operands of two types.
         """
-        (num_rows, inner), (num_groups, outputs) = lhs.shape, rhs.shape[:2]
+        return self._multiply(lhs, rhs, group_sizes)
+
+    def gated(self, lhs: jax.Array, gate_up: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """[N, F], silu(gate) * up of rows [N, M] and matrices [E, 2, F, M], in one kernel.
+
+        Raises:
+            ValueError: what ``why_not`` says, or operands of two types.
+        """
+        return self._multiply(lhs, gate_up, group_sizes)
+
+    def _multiply(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        num_rows, (num_groups, *_, outputs, inner) = lhs.shape[0], rhs.shape
         if lhs.dtype != rhs.dtype:
             raise ValueError(
                 f"the Hopper grouped matmul takes rows and matrices of one type, not {lhs.dtype} and {rhs.dtype}"

@@ -35,10 +35,10 @@ class Item(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WorkList:
-    """int32 [I, 8] items, and int32 [4] how many of them are live (and padding)."""
+    """int32 [I, 8] items, and int32 [E + 1] how many the groups up to each have: the last is the number of live ones."""
 
     items: jax.Array
-    count: jax.Array
+    up_to: jax.Array
 
 
 def padded_rows(num_rows: int, widths: Sequence[int]) -> int:
@@ -56,29 +56,39 @@ def list_tiles(group_sizes: jax.Array, num_rows: int, widths: Sequence[int]) -> 
         widths: of tiles, ascending multiples of 8.
     """
     num_groups, most = group_sizes.shape[0], widths[-1]
-    sizes = jnp.append(group_sizes, num_rows - jnp.sum(group_sizes)).astype(jnp.int32)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    starts = ends - sizes
-    aligned = starts // ALIGNED * ALIGNED
-    span = jnp.where(sizes > 0, ends - aligned, 0)
-    tiles = -(-span // most)
-    per = -(-span // jnp.maximum(tiles, 1))
-    per = -(-per // ALIGNED) * ALIGNED
-    last_tile = jnp.cumsum(tiles, dtype=jnp.int32)
+    # Sums over a triangle and fields computed anew after the gather: four kernels of XLA's, where running sums are ten.
+    number = jnp.arange(num_groups + 1, dtype=jnp.int32)
+    before = jnp.where(number[:num_groups] < number[:, None], group_sizes, 0)
+    up_to = jnp.where(number[:num_groups] <= number[:, None], group_sizes, 0)
+    starts = jnp.sum(before, axis=1, dtype=jnp.int32)
+    ends = jnp.sum(up_to, axis=1, dtype=jnp.int32)
+    ends = jnp.where(number < num_groups, ends, num_rows)
+    tiles = _cut(starts, ends, most)[1]
+    last_tile = jnp.sum(jnp.where(number <= number[:, None], tiles, 0), axis=1, dtype=jnp.int32)
     item = jnp.arange(_most_items(num_rows, num_groups, most), dtype=jnp.int32)
     group = jnp.sum(item[:, None] >= last_tile[None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, num_groups)
-    begin = aligned[group] + (item - (last_tile[group] - tiles[group])) * per[group]
-    end = jnp.minimum(begin + per[group], ends[group])
-    which = jnp.sum(jnp.asarray(widths) < per[group][:, None], axis=1, dtype=jnp.int32)
-    which = jnp.minimum(which, len(widths) - 1)
+    start, end = starts[group], ends[group]
+    aligned, tiles, per = _cut(start, end, most)
+    begin = aligned + (item - (last_tile[group] - tiles)) * per
+    end = jnp.minimum(begin + per, end)
+    which = sum((per > width).astype(jnp.int32) for width in widths[:-1]) + jnp.zeros_like(item)
+    width = sum((which == i) * width for i, width in enumerate(widths))
     # The tile is loaded whole: where the rows would end inside it, it begins earlier.
-    first = jnp.minimum(begin, num_rows - jnp.asarray(widths, jnp.int32)[which])
-    begin = jnp.maximum(begin, starts[group])
+    first = jnp.minimum(begin, num_rows - width)
+    begin = jnp.maximum(begin, start)
     fields = [group, first, begin - first, end - first, which]
     fields += [jnp.zeros_like(item)] * (Item.FIELDS - len(fields))
-    count = jnp.stack([last_tile[-1], *[jnp.int32(0)] * 3])
-    return WorkList(jnp.stack(fields, -1).astype(jnp.int32), count)
+    return WorkList(jnp.stack(fields, -1).astype(jnp.int32), last_tile)
+
+
+def _cut(starts: jax.Array, ends: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of groups' rows: where their tiles begin, how many there are, and the rows of each (the last one has fewer)."""
+    aligned = starts // ALIGNED * ALIGNED
+    span = jnp.where(ends > starts, ends - aligned, 0)
+    tiles = -(-span // most)
+    per = -(-span // jnp.maximum(tiles, 1))
+    return aligned, tiles, -(-per // ALIGNED) * ALIGNED
 
 
 def _most_items(num_rows: int, num_groups: int, most: int) -> int:

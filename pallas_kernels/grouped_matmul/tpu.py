@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.grouped_matmul.gated import gated
 from pallas_kernels.grouped_matmul.tpu_work import row_tiles
 from pallas_kernels.tpu_generations import generation_of, generations
 
@@ -244,6 +245,10 @@ class TpuGroupedMatmul:
         tiles = self.tiles or choose_tiles(self.generation, problem)
         assert tiles is not None
         return grouped_matmul(lhs, rhs, group_sizes, tiles=tiles, interpret=self.interpret)
+
+    def gated(self, lhs: jax.Array, gate_up: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """[N, F], silu(gate) * up of rows [N, M] and matrices [E, 2, F, M]; raises as ``__call__`` does."""
+        return gated(self, lhs, gate_up, group_sizes)
 
 
 __all__ = [

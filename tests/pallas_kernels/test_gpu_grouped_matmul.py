@@ -12,6 +12,7 @@ import pytest
 from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpected_races
 
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.gated import gated
 from pallas_kernels.grouped_matmul.gpu_work import Item, list_tiles, padded_rows
 
 pytestmark = pytest.mark.device
@@ -61,6 +62,23 @@ def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert not unexpected_races(capsys.readouterr().out)
 
 
+@needs_mosaic_gpu
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_gate_and_up_in_one_kernel(blocks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+
+    rng = np.random.default_rng(0)
+    multiply = GpuGroupedMatmul(num_sms=2, config=config(blocks), interpret=strict())
+    lhs = jnp.asarray(rng.standard_normal((24, 64)), jnp.bfloat16)
+    gate_up = jnp.asarray(rng.standard_normal((3, 2, 192, 64)), jnp.bfloat16)
+    operands = lhs, gate_up, jnp.asarray([5, 0, 17], jnp.int32)
+    found = jax.jit(multiply.gated).lower(*operands).compile(COMPILER_OPTIONS)(*operands)
+    expected = gated(reference.grouped_matmul, *operands)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.02, atol=0.1)
+    np.testing.assert_array_equal(found[22:].astype(jnp.float32), 0)
+    assert not unexpected_races(capsys.readouterr().out)
+
+
 def test_every_row_is_stored_once_by_its_group() -> None:
     rng = np.random.default_rng(1)
     widths, num_groups = (8, 24, 32), 7
@@ -72,9 +90,9 @@ def test_every_row_is_stored_once_by_its_group() -> None:
             cuts = np.sort(rng.integers(0, num_rows + 1, num_groups))
             sizes = np.diff(np.concatenate([[0], cuts])) * (rng.random(num_groups) < 0.7)
             work = jax.tree.map(np.asarray, listed(jnp.asarray(sizes, jnp.int32), rows, widths))
-            assert work.count[0] <= len(work.items)
+            assert work.up_to[-1] <= len(work.items)
             owner = np.full(rows, -1)
-            for item in work.items[: work.count[0]]:
+            for item in work.items[: work.up_to[-1]]:
                 first, begin, end, width = (
                     item[Item.FIRST],
                     item[Item.BEGIN],
