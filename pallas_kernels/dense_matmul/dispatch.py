@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ahead:
+    """The product that comes next, whose weight a kernel may bring into the cache while others leave memory idle.
+
+    Args:
+        weight: [N, K].
+        gated: as that product has it.
+    """
+
+    weight: jax.Array
+    gated: bool = field(default=False, metadata={"static": True})
 
 
 class DenseMatmul(Protocol):
@@ -30,7 +45,7 @@ class DenseMatmul(Protocol):
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
-        out_dtype: Any = None,
+        out_dtype: Any = None, ahead: Ahead | None = None,
     ) -> jax.Array:  # fmt: skip
         """Multiply one device's rows by its weight.
 
@@ -40,6 +55,7 @@ class DenseMatmul(Protocol):
             residual: [T, N] added to the product, which is rounded before; the sum is rounded again.
             gated: the weight is a gate's N / 2 rows and as many others: silu(gate) * other, both rounded before.
             out_dtype: float32 leaves the sums as they are, without the two above.
+            ahead: what comes next; the result is the same with it and without.
 
         Returns:
             [T, N], or [T, N / 2] with ``gated``. A row's bits do not depend on the other rows or their number.

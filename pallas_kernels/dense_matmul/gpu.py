@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
@@ -36,7 +37,6 @@ ROWS = 64
 """Outputs of one instruction, and the elements of a swizzled line."""
 COLUMNS = 64
 """Tokens stored at a time."""
-CONSUMERS = 2
 ALIGNED = 8
 WIDEST = 256
 SHARED_MEMORY = 232_448
@@ -55,7 +55,10 @@ class Config:
         step: contracted elements loaded at a time, 64 or 128; 64 where 128 does not divide them.
         stages: steps in flight, 2 or more.
         cluster: CTAs that share the rows they load, 1, 2 or 4.
+        consumers: multiplying warpgroups of a CTA, with 64 outputs each, 1 or 2.
         hand_over: sums go from one worker to another, so that all have as much to do.
+        ahead: steps of 128 contracted elements of the weight that comes next, which each worker brings into the L2
+            when its own loads are under way: those that the next kernel's workers load first.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -63,11 +66,15 @@ class Config:
     step: int = 64
     stages: int = 4
     cluster: int = 1
+    consumers: int = 2
     hand_over: bool = True
+    ahead: int = 0
     consumer_registers: int = 216
     producer_registers: int = 72
 
     def __post_init__(self) -> None:
+        if self.consumers not in (1, 2):
+            raise ValueError(f"consumers are 1 or 2, not {self.consumers}")
         if self.cluster not in (1, 2, 4):
             raise ValueError(f"cluster is 1, 2 or 4, not {self.cluster}")
         if self.width % (ALIGNED * self.cluster) or not 0 < self.width <= WIDEST:
@@ -83,7 +90,7 @@ class Config:
                 "stages are 2 or more: a step's memory is free once the next one's product has begun"
             )
         # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
-        if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
+        if 2 * self.consumer_registers + self.producer_registers > 168 * 3:
             raise ValueError(f"{self} gives out more registers than a CTA has")
         if self.shared_memory > SHARED_MEMORY:
             raise ValueError(f"{self} needs {self.shared_memory} bytes of shared memory, of {SHARED_MEMORY}")
@@ -96,8 +103,8 @@ class Config:
     @property
     def shared_memory(self) -> int:
         """Bytes, about 1 KiB of barriers and alignment included, for results of 16 bits."""
-        loads = self.stages * (CONSUMERS * ROWS + self.width) * self.step * 2
-        return loads + CONSUMERS * self.columns * ROWS * 2 + 1024
+        loads = self.stages * (self.consumers * ROWS + self.width) * self.step * 2
+        return loads + self.consumers * self.columns * ROWS * 2 + 1024
 
 
 @functools.cache
@@ -119,7 +126,7 @@ def chunks_of(outputs: int, inner: int) -> int:
     for entry in _tuning()["chunks"]:
         if (entry["outputs"], entry["inner"]) == (outputs, inner):
             return entry["chunks"]
-    tiles = pl.cdiv(outputs, CONSUMERS * ROWS)
+    tiles = pl.cdiv(outputs, 2 * ROWS)
     most = max(min(MOST_CHUNKS, inner // SHORTEST_CHUNK), 1)
     return min(pl.cdiv(FILLED, tiles), most)
 
@@ -146,7 +153,8 @@ def supported(outputs: int, inner: int, dtype: Any, *, gated: bool = False) -> s
 
 def dense_matmul(
     x: jax.Array, weight: jax.Array, *, config: Config, num_sms: int, residual: jax.Array | None = None,
-    gated: bool = False, out_dtype: Any = None, chunks: int | None = None, interpret: Any = None,
+    gated: bool = False, out_dtype: Any = None, ahead: Ahead | None = None, chunks: int | None = None,
+    interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
     """[T, N], or [T, N / 2] with ``gated``; see ``reference``. Sums in float32, rounded to ``out_dtype`` (x's).
 
@@ -155,6 +163,7 @@ def dense_matmul(
         weight: [N, K] of the same type; N and K multiples of 64.
         num_sms: multiprocessors to fill.
         residual: [T, N] of x's type.
+        ahead: what comes next, of which ``config.ahead`` steps are brought into the L2.
         chunks: instead of the shape's own; then the bits are others.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -171,10 +180,20 @@ def dense_matmul(
         raise ValueError(
             f"a product of {x.dtype} is rounded to that, or to float32 without gate and residual, not {out_dtype}"
         )
+    if gated and config.consumers != 2:
+        config = replace(config, consumers=2)
     case = _Case(
         config, outputs, inner, 1 if gated else chunks, token_tiles > 1, num_sms // config.cluster, gated,
         residual is not None, out_dtype.name, atomic=interpret is None,
     )  # fmt: skip
+    if ahead is not None and config.ahead and not case.many_tokens:
+        next_outputs, next_inner = ahead.weight.shape
+        next_chunks = 1 if ahead.gated else chunks_of(next_outputs, next_inner)
+        following = replace(
+            case, outputs=next_outputs, inner=next_inner, chunks=next_chunks, gated=ahead.gated,
+            has_residual=False, out_dtype=x.dtype.name,
+        )  # fmt: skip
+        case = replace(case, next=following)
     # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
     # knew: kernels of a program follow one another, so that all of them may use the same.
     counters = jnp.zeros(case.num_handed + case.num_sums(token_tiles), jnp.int32)
@@ -182,6 +201,8 @@ def dense_matmul(
     batched = [0] + ([2] if residual is not None else [])
     if case.many_tokens:
         operands.append(jnp.full(4, token_tiles, jnp.int32))
+    if ahead is not None and case.next is not None:
+        operands.append(ahead.weight)
     if interpret is None:
         operands.append(counters)
     else:
@@ -202,7 +223,7 @@ def dense_matmul(
         _kernel_body(case, x.dtype),
         grid=(case.num_workers,),
         grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
+        num_threads=config.consumers + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(case, x.dtype),
         kernel_name="dense_matmul",
@@ -231,6 +252,8 @@ class _Case:
     has_residual: bool
     out_dtype: str
     atomic: bool
+    next: _Case | None = None
+    """The product whose weight is brought into the L2."""
 
     @property
     def step(self) -> int:
@@ -243,7 +266,7 @@ class _Case:
     @property
     def output_tiles(self) -> int:
         """Of one cluster's CTAs, which walk a line together, each with outputs of its own."""
-        return pl.cdiv(self.outputs, CONSUMERS * ROWS * self.config.cluster)
+        return pl.cdiv(self.outputs, self.config.consumers * ROWS * self.config.cluster)
 
     def line(self, token_tiles: Any) -> Line:
         """The work, of so many tiles of tokens."""
@@ -262,11 +285,11 @@ class _Case:
     @property
     def num_handed(self) -> int:
         """Sums that a worker may leave to the next one, each with a flag."""
-        return self.num_workers * self.config.cluster * CONSUMERS
+        return self.num_workers * self.config.cluster * self.config.consumers
 
     def num_sums(self, token_tiles: int) -> int:
         """64 outputs of a tile, each with a count of chunks."""
-        return self.output_tiles * token_tiles * self.config.cluster * CONSUMERS
+        return self.output_tiles * token_tiles * self.config.cluster * self.config.consumers
 
 
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
@@ -278,23 +301,23 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
         return plgpu.TilingTransform((8, 128 // jnp.dtype(kind).itemsize)), plgpu.SwizzleTransform(128)
 
     scratch: dict[str, Any] = dict(
-        weights_s=plgpu.SMEM((stages, CONSUMERS, ROWS, step), dtype, transforms=tiled(dtype)),
+        weights_s=plgpu.SMEM((stages, config.consumers, ROWS, step), dtype, transforms=tiled(dtype)),
         tokens_s=plgpu.SMEM((stages, config.width, step), dtype, transforms=tiled(dtype)),
-        out_s=plgpu.SMEM((CONSUMERS, config.columns, ROWS), dtype, transforms=tiled(dtype)),
-        full=plgpu.Barrier(num_arrivals=CONSUMERS + 1, num_barriers=stages),
-        count_s=plgpu.SMEM((CONSUMERS, 1), jnp.int32),
+        out_s=plgpu.SMEM((config.consumers, config.columns, ROWS), dtype, transforms=tiled(dtype)),
+        full=plgpu.Barrier(num_arrivals=config.consumers + 1, num_barriers=stages),
+        count_s=plgpu.SMEM((config.consumers, 1), jnp.int32),
     )
     if config.cluster > 1:
         scratch["free"] = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=stages
+            collective_axes=("cluster",), num_arrivals=config.consumers, num_barriers=stages
         )
     else:
-        scratch["free"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+        scratch["free"] = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages)
     if case.gated:
         scratch["up_full"] = plgpu.Barrier()
         scratch["up_free"] = plgpu.Barrier()
     if case.has_residual:
-        scratch["residual_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        scratch["residual_full"] = plgpu.Barrier(num_barriers=config.consumers)
     return scratch
 
 
@@ -303,7 +326,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
     config, step_size, stages = case.config, case.step, case.stages
     width, columns, cluster, chunks = config.width, config.columns, config.cluster, case.chunks
-    half = case.outputs // 2
+    consumers = config.consumers
 
     def dense_matmul(
         x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_full=None, up_free=None,
@@ -311,16 +334,17 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
     ):  # fmt: skip
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
         token_tiles, refs = (refs[0][0], refs[1:]) if case.many_tokens else (1, refs)
+        next_weight, refs = (refs[0], refs[1:]) if case.next is not None else (None, refs)
         line = case.line(token_tiles)
         counters, out, *refs = refs
         handed, refs = (refs[0], refs[1:]) if case.shares_chunks else (None, refs)
         partials = refs[0] if chunks > 1 else None
         worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
         rank = lax.axis_index("cluster") if cluster > 1 else 0
-        begin, end = line.border(worker), line.border(worker + 1)
 
-        def walk(action, carry):
-            """``action(item, carry)`` for the items of this worker's stretch, the last one first."""
+        def walk(line, worker, action, carry):
+            """``action(item, carry)`` for the items of a worker's stretch, the last one first."""
+            begin, end = line.border(worker), line.border(worker + 1)
 
             def one_item(state):
                 stop, carry = state
@@ -330,20 +354,44 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
             return lax.while_loop(lambda state: state[0] > begin, one_item, (end, carry))[1]
 
-        def place(tile, consumer):
+        def place(case, tile, consumer, token_tiles=token_tiles):
             """First token, first row of the weight, first output of 64, and whether there are such."""
             block = lax.div(tile, jnp.int32(token_tiles))
             tokens = pl.multiple_of((tile - block * token_tiles) * width, ALIGNED)
             block = block * cluster + rank
             if case.gated:
                 output = pl.multiple_of(block * ROWS, ROWS)
-                return tokens, pl.multiple_of(output + consumer * half, ROWS), output, output < half
-            output = pl.multiple_of((block * CONSUMERS + consumer) * ROWS, ROWS)
+                row = output + consumer * (case.outputs // 2)
+                return tokens, pl.multiple_of(row, ROWS), output, output < case.outputs // 2
+            output = pl.multiple_of((block * consumers + consumer) * ROWS, ROWS)
             return tokens, output, output, output < case.outputs
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == consumers)
         def _producer():
-            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            if consumers == 2:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def prefetch(coming):
+                """What the next product's workers load first, its own tiles in its own order."""
+                its_line = coming.line(1)
+
+                def bring(item, left):
+                    tile, _, start, stop, _, _ = item
+
+                    def one_step(at, _):
+                        first = pl.multiple_of((at - tile * its_line.steps) * coming.step, coming.step)
+                        for consumer in range(consumers):
+                            _, row, _, exists = place(coming, tile, consumer, 1)
+                            block = next_weight.at[pl.ds(row, ROWS), pl.ds(first, coming.step)]
+                            plgpu.async_prefetch(block, predicate=exists)
+
+                    steps = jnp.minimum(stop - start, left)
+                    lax.fori_loop(start, start + steps, one_step, None)
+                    return left - steps
+
+                for turn in range(pl.cdiv(its_line.workers, case.num_workers)):
+                    steps = jnp.int32(config.ahead * 128 // coming.step)
+                    walk(its_line, worker + turn * case.num_workers, bring, steps)
 
             def load(item, done):
                 tile, _, start, stop, _, _ = item
@@ -353,8 +401,8 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     first = (at - tile * line.steps) * step_size
                     inner = pl.ds(pl.multiple_of(first, step_size), step_size)
-                    for consumer in range(CONSUMERS):
-                        tokens, row, _, exists = place(tile, consumer)
+                    for consumer in range(consumers):
+                        tokens, row, _, exists = place(case, tile, consumer)
 
                         @pl.when(exists)
                         def _load(consumer=consumer, row=row):
@@ -374,14 +422,17 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
                 return lax.fori_loop(start, stop, one_step, done)
 
-            done = walk(load, jnp.int32(0))
+            done = walk(line, worker, load, jnp.int32(0))
+            if case.next is not None:
+                prefetch(case.next)
             # Others of the cluster may still send to this one, or look at its barriers.
             for slot in range(stages):
                 pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < consumers)
         def _consumer():
-            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            if consumers == 2:
+                plgpu.set_max_registers(config.consumer_registers, action="increase")
             ours = out_s.at[warpgroup]
 
             def leaves(piece, tokens, output):
@@ -427,7 +478,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
             def finish(tile, value_of):
                 """``value_of(piece)`` are a tile's sums, [64, columns]."""
-                tokens, _, output, exists = place(tile, warpgroup)
+                tokens, _, output, exists = place(case, tile, warpgroup)
 
                 @pl.when(exists)
                 def _store():
@@ -436,7 +487,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
             def slot_of(tile):
                 """Among 64 outputs by a tile's tokens."""
-                return (tile * cluster + rank) * CONSUMERS + warpgroup
+                return (tile * cluster + rank) * consumers + warpgroup
 
             def add_up(item, sums):
                 """Leave a chunk's sums; whoever is the last of a tile's chunks adds them up in order."""
@@ -480,7 +531,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     plgpu.barrier_arrive(free.at[lax.rem(done + stop - start - 1, stages)])
 
                 def slot_of_handed(of):
-                    return (of * cluster + rank) * CONSUMERS + warpgroup
+                    return (of * cluster + rank) * consumers + warpgroup
 
                 def load_handed():
                     wait_for(counters.at[pl.ds(slot_of_handed(worker), 1)], atomic=case.atomic)
@@ -526,7 +577,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
             if case.gated:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(up_free))
-            walk(multiply, jnp.int32(0))
+            walk(line, worker, multiply, jnp.int32(0))
             if case.gated:
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(up_free))
             plgpu.wait_smem_to_gmem(0)
@@ -542,12 +593,14 @@ class GpuDenseMatmul:
         num_sms: multiprocessors to fill; None asks the first device.
         config: instead of the tuning table's.
         always: used for any number of rows, not only where the table says so.
+        chunks: instead of the shape's own, for measurements.
         interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
     """
 
     num_sms: int | None = None
     config: Config | None = None
     always: bool = False
+    chunks: int | None = None
     interpret: Any = None
     name = "mosaic_gpu"
 
@@ -565,7 +618,7 @@ class GpuDenseMatmul:
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
-        out_dtype: Any = None,
+        out_dtype: Any = None, ahead: Ahead | None = None,
     ) -> jax.Array:  # fmt: skip
         """[T, N], or [T, N / 2] with ``gated``.
 
@@ -581,18 +634,22 @@ class GpuDenseMatmul:
             raise ValueError(reason)
         num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
         config = self.config or tuned(x.shape[0])
-        return _jitted(x, weight, residual, config, num_sms, gated, out_dtype, self.interpret)
+        if ahead is not None and supported(*ahead.weight.shape, ahead.weight.dtype, gated=ahead.gated):
+            ahead = None
+        return _jitted(
+            x, weight, residual, ahead, config, num_sms, gated, out_dtype, self.chunks, self.interpret
+        )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))
 def _jitted(
-    x: jax.Array, weight: jax.Array, residual: jax.Array | None, config: Config, num_sms: int, gated: bool,
-    out_dtype: Any, interpret: Any,
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, ahead: Ahead | None, config: Config,
+    num_sms: int, gated: bool, out_dtype: Any, chunks: int | None, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Traced once for all layers of a step."""
     return dense_matmul(
         x, weight, config=config, num_sms=num_sms, residual=residual, gated=gated, out_dtype=out_dtype,
-        interpret=interpret,
+        ahead=ahead, chunks=chunks, interpret=interpret,
     )  # fmt: skip
 
 
