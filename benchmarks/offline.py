@@ -1,8 +1,10 @@
 """Steady decode, prefill and offline throughput through the public LLM class, with dummy weights.
 
-Prints each case's time, its floor (bytes over the memory bandwidth for decode, operations over the matrix rate for
-prefill), the ratio to it, and the ratio to the peer's figure where one is known. ``--engine vllm`` runs the same cases
-through an installed vLLM, so that both can be measured in one run.
+Prints each case's figure, its target, its floor (bytes over the memory bandwidth for decode, operations over the matrix
+rate for prefill) and the ratio to it, and the ratio to the peer's figure where one is known. ``--engine vllm`` runs the
+same cases through an installed vLLM, so that both can be measured in one run. ``--steps`` adds where each case's time
+went, by kind and padded size of step: steps, ms a step (from when the device could begin it to when its tokens were
+read), the share of it, live tokens, the share of padding, and what the host took beside waiting.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
 """
@@ -10,6 +12,7 @@ through an installed vLLM, so that both can be measured in one run.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import logging
 import statistics
@@ -39,44 +42,135 @@ PEER = {
         "prefill": {(1, 512): 11.3, (1, 2048): 25, (1, 8192): 35, (16, 2048): 91},
         "throughput": {"512 in / 256 out": 27982, "128 in / 128 out": 20730},
     },
+    "qwen3-30b-a3b": {
+        "decode": {1: 4.20, 8: 9.44, 32: 16.6, 64: 19.3, 128: 21.2, 256: 27.4},
+        "throughput": {"512 in / 256 out": 9534, "128 in / 128 out": 8661},
+    },
 }
 """vLLM 0.25.0 on one H200, 2026-11-29: ms a step, ms, output tokens a second."""
+PEER_SAMPLED = {
+    "llama-8b": {"512 in / 256 out": 9429, "128 in / 128 out": 15792},
+    "qwen3-0.6b": {"512 in / 256 out": 26113, "128 in / 128 out": 21873},
+}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
+TARGETS = {
+    "llama-8b": {
+        "decode": {1: 4.0, 8: 4.3, 32: 5.2, 64: 6.5, 128: 9.0, 256: 14.5},
+        "prefill": {(1, 512): 12.5, (1, 2048): 46, (1, 8192): 190, (16, 2048): 690},
+        "throughput": {"512 in / 256 out": 12000, "128 in / 128 out": 20000},
+        "start": {"empty": 40.0, "warm": 12.0},
+    },
+    "qwen3-0.6b": {
+        "decode": {1: 1.1, 8: 1.2, 32: 2.0, 64: 2.9, 128: 4.9, 256: 8.9},
+        "prefill": {(1, 512): 4, (1, 2048): 7, (1, 8192): 26, (16, 2048): 66},
+        "throughput": {"512 in / 256 out": 42000, "128 in / 128 out": 50000},
+    },
+    "qwen3-30b-a3b": {
+        "decode": {1: 2.2, 8: 7.6, 32: 14.8, 64: 17.3, 128: 19.4, 256: 23.5},
+        "throughput": {"512 in / 256 out": 12500, "128 in / 128 out": 14000},
+    },
+}
+"""On one H200: at most so many ms, at least so many tokens a second; at most so many seconds to start."""
+SAMPLED_SHARE = 0.97
+"""Sampled tokens a second over greedy ones, at least."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the floors follow from."""
+    """What the floors follow from. Of experts: how many there are, how many a token takes, parameters of one."""
 
     matrix_params: int
     head_params: int
     layers: int
     query_width: int
     kv_width: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_params: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         query = config["num_attention_heads"] * config["head_dim"]
         kv = config["num_key_value_heads"] * config["head_dim"]
-        layer = hidden * (2 * query + 2 * kv) + 3 * hidden * config["intermediate_size"]
-        return cls(layers * layer, hidden * config["vocab_size"], layers, query, kv)
+        attention, head = hidden * (2 * query + 2 * kv), hidden * config["vocab_size"]
+        if experts := config.get("num_experts", 0):
+            expert = 3 * hidden * config["moe_intermediate_size"]
+            dense = layers * (attention + hidden * experts)
+            return cls(dense, head, layers, query, kv, experts, config["num_experts_per_tok"], expert)
+        layer = attention + 3 * hidden * config["intermediate_size"]
+        return cls(layers * layer, head, layers, query, kv)
 
     def decode_floor(self, rows: int, context: float) -> float:
-        """Seconds: weights once, every row's keys and values once, in two bytes each."""
+        """Seconds: weights once (of experts those that rows choose, at random), every row's keys and values once, in
+        two bytes each."""
         cache = rows * context * 2 * self.kv_width * self.layers
-        return 2 * (self.matrix_params + self.head_params + cache) / BANDWIDTH
+        touched = 0.0
+        if self.experts:
+            touched = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** rows)
+        weights = self.matrix_params + self.head_params + self.layers * touched * self.expert_params
+        return 2 * (weights + cache) / BANDWIDTH
 
     def prefill_floor(self, rows: int, tokens: int) -> float:
         """Seconds: all products, the causal half of attention, logits of the last token."""
-        products = 2 * (self.matrix_params * rows * tokens + self.head_params * rows)
+        params = self.matrix_params + self.layers * self.experts_per_token * self.expert_params
+        products = 2 * (params * rows * tokens + self.head_params * rows)
         attention = 2 * rows * tokens * tokens * self.query_width * self.layers
         return (products + attention) / MATRIX_RATE
+
+
+class StepLog:
+    """Notes every step of jaxserve's engine: what it held, the shape it ran in, the time of device and host."""
+
+    def __init__(self, llm: Any) -> None:
+        core = llm._core
+        self._step, self._execute = core.step, core.runner.execute
+        self._kinds: collections.deque[str] = collections.deque()
+        self._seen: dict[tuple[str, int], list[Any]] = {}
+        core.step, core.runner.execute = self.step, self.execute
+
+    def execute(self, scheduled: Any) -> Any:
+        pending = self._execute(scheduled)
+        decodes = scheduled.num_decode_rows == len(scheduled.num_scheduled_tokens)
+        self._kinds.append("decode" if decodes else "mixed")
+        return pending
+
+    def step(self) -> Any:
+        outputs = self._step()
+        stats = outputs.stats
+        if stats.step_padded_tokens:  # one was read
+            key = self._kinds.popleft(), stats.step_padded_tokens
+            self._seen.setdefault(key, []).append(
+                (stats.step_device_seconds, stats.step_padding_tokens, stats.step_host_seconds)
+            )
+        return outputs
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def report(self) -> None:
+        """Print what was noted since ``clear``."""
+        if not self._seen:
+            return
+        total = sum(each[0] for steps in self._seen.values() for each in steps)
+        tokens = sum(size * len(steps) for (_, size), steps in self._seen.items())
+        padding = sum(each[1] for steps in self._seen.values() for each in steps)
+        for (kind, size), steps in sorted(self._seen.items()):
+            seconds, pads, host = (list(column) for column in zip(*steps, strict=True))
+            mean, padded = statistics.mean(seconds), sum(pads) / (size * len(steps))
+            line = f"    {kind:7s} {size:6d}  {len(steps):5d} steps x {1e3 * mean:8.2f} ms"
+            line += f" = {sum(seconds) / max(total, 1e-9):5.1%}  live {size - statistics.mean(pads):8.1f}"
+            print(f"{line}  padding {padded:5.1%}  host {1e3 * statistics.mean(host):6.2f} ms")
+        print(
+            f"    all: {total:.2f} s in steps, padding {padding / max(tokens, 1):.1%} of {tokens:,} tokens",
+            flush=True,
+        )
 
 
 class Engine:
     """jaxserve's LLM, or vLLM's, behind the few calls that the cases need."""
 
-    def __init__(self, name: str, model: Path, arguments: dict[str, Any]) -> None:
+    def __init__(self, name: str, model: Path, arguments: dict[str, Any], *, steps: bool = False) -> None:
         started = time.perf_counter()
         shared = {
             "skip_tokenizer_init": True, "load_format": "dummy", "enable_prefix_caching": False, "max_model_len": 16384,
@@ -89,6 +183,7 @@ class Engine:
         self.params, self.name = SamplingParams, name
         self.llm = LLM(str(model), **shared)
         self.startup = time.perf_counter() - started
+        self.steps = StepLog(self.llm) if steps and name == "jaxserve" else None
 
     def run(self, prompts: list[list[int]], max_tokens: list[int], **params: Any) -> float:
         """Seconds for all of them."""
@@ -110,21 +205,42 @@ class Benchmark:
     def __init__(self, engine: Engine, model: str, config: dict[str, Any], scale: int) -> None:
         self.engine, self.shape, self.scale = engine, Shape.of(config), scale
         self.vocab = config["vocab_size"]
-        self.peer = PEER.get(model, {})
+        self.peer, self.targets = PEER.get(model, {}), TARGETS.get(model, {})
+        self.peer_sampled = PEER_SAMPLED.get(model, {})
         self.rng = np.random.default_rng(0)
         self.results: list[dict[str, Any]] = []
 
     def prompts(self, lengths: list[int]) -> list[list[int]]:
         return [self.rng.integers(8, self.vocab, n).tolist() for n in lengths]
 
-    def report(self, case: str, value: float, unit: str, floor: float | None, peer: float | None) -> None:
+    def report(
+        self, case: str, value: float, unit: str, *, target: float | None = None, floor: float | None = None,
+        peer: float | None = None,
+    ) -> None:  # fmt: skip
+        """Print a case; where more than one is given, small values are good but for rates."""
         line = f"{case:34s} {value:10.2f} {unit:8s}"
+        if target is not None and self.scale == 1:
+            met = value >= target if unit in ("tokens/s", "") else value <= target
+            line += f" target {target:8.2f} {'met   ' if met else 'MISSED'}"
         if floor is not None:
-            line += f" floor {floor:8.2f}  x{value / floor:5.2f}"
+            line += f" floor {floor:8.2f} x{value / floor:5.2f}"
         if peer is not None:
-            line += f"  peer {peer:9.2f}  x{value / peer:5.2f}"
+            line += f"  peer {peer:9.2f} x{value / peer:5.2f}"
         print(line, flush=True)
-        self.results.append({"case": case, "value": value, "unit": unit, "floor": floor, "peer": peer})
+        if self.engine.steps is not None and unit:
+            self.engine.steps.report()
+        self.results.append({
+            "case": case, "value": value, "unit": unit, "target": target, "floor": floor, "peer": peer,
+        })  # fmt: skip
+
+    def clear_steps(self) -> None:
+        if self.engine.steps is not None:
+            self.engine.steps.clear()
+
+    def start(self, state: str | None) -> None:
+        """Seconds until the engine was ready, with a compile cache that was ``empty`` or ``warm``."""
+        target = self.targets.get("start", {}).get(state)
+        self.report(f"start, {state or 'some'} compile cache", self.engine.startup, "s", target=target)
 
     def decode(self, rows: int) -> None:
         """(t(129 tokens) - t(1 token)) / 128."""
@@ -132,28 +248,43 @@ class Benchmark:
         times = []
         for max_tokens in (1, output):
             prompts = self.prompts([length] * rows)
+            self.clear_steps()
             times.append(self.engine.run(prompts, [max_tokens] * rows))
         step = (times[1] - times[0]) / (output - 1)
         floor = self.shape.decode_floor(rows, length + output / 2)
         self.report(
-            f"decode, {rows} rows", 1e3 * step, "ms", 1e3 * floor, self.peer.get("decode", {}).get(rows)
-        )
+            f"decode, {rows} rows", 1e3 * step, "ms", target=self.targets.get("decode", {}).get(rows),
+            floor=1e3 * floor, peer=self.peer.get("decode", {}).get(rows),
+        )  # fmt: skip
 
     def prefill(self, rows: int, tokens: int) -> None:
+        self.clear_steps()
         times = [self.engine.run(self.prompts([tokens] * rows), [1] * rows) for _ in range(5)]
         floor = 1e3 * self.shape.prefill_floor(rows, tokens)
-        peer = self.peer.get("prefill", {}).get((rows, tokens))
-        self.report(f"prefill, {rows} x {tokens}", 1e3 * statistics.median(times), "ms", floor, peer)
+        self.report(
+            f"prefill, {rows} x {tokens}", 1e3 * statistics.median(times), "ms",
+            target=self.targets.get("prefill", {}).get((rows, tokens)), floor=floor,
+            peer=self.peer.get("prefill", {}).get((rows, tokens)),
+        )  # fmt: skip
 
-    def throughput(self, name: str, **params: Any) -> None:
+    def throughput(self, name: str) -> None:
+        """Greedy, then sampled, and the ratio of the two."""
+        greedy, sampled = self._throughput(name, sampled=False), self._throughput(name, sampled=True)
+        self.report(f"{name}, sampled / greedy", sampled / greedy, "", target=SAMPLED_SHARE)
+
+    def _throughput(self, name: str, *, sampled: bool) -> float:
         requests, prompt, output = (n // self.scale for n in THROUGHPUT[name])
         rng = np.random.default_rng(1)
         lengths = rng.integers(prompt // 2, prompt * 3 // 2 + 1, requests).tolist()
         outputs = rng.integers(output // 2, output * 3 // 2 + 1, requests).tolist()
-        seconds = self.engine.run(self.prompts(lengths), outputs, **params)
-        peer = self.peer.get("throughput", {}).get(name) if not params else None
-        kind = "sampled" if params else "greedy"
-        self.report(f"{name}, {kind}", sum(outputs) / seconds, "tokens/s", None, peer)
+        prompts = self.prompts(lengths)
+        self.clear_steps()
+        rate = sum(outputs) / self.engine.run(prompts, outputs, **(SAMPLED if sampled else {}))
+        peers = self.peer_sampled if sampled else self.peer.get("throughput", {})
+        target = None if sampled else self.targets.get("throughput", {}).get(name)
+        kind = "sampled" if sampled else "greedy"
+        self.report(f"{name}, {kind}", rate, "tokens/s", target=target, peer=peers.get(name))
+        return rate
 
 
 def main() -> None:
@@ -168,6 +299,12 @@ def main() -> None:
         "--throughput", action="store_true", help="both offline workloads, greedy and sampled"
     )
     parser.add_argument(
+        "--start", choices=("empty", "warm"), help="what the compile cache is, to print the start's target"
+    )
+    parser.add_argument(
+        "--steps", action="store_true", help="print where each case's time went, by kind of step"
+    )
+    parser.add_argument(
         "--scale", type=int, default=1, help="divide all lengths and counts (to try it on a CPU)"
     )
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
@@ -178,9 +315,10 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
     config = json.loads((folder / "config.json").read_text())
-    engine = Engine(options.engine, folder, options.arguments)
+    engine = Engine(options.engine, folder, options.arguments, steps=options.steps)
     print(f"{options.engine}, {options.model}: ready after {engine.startup:.1f} s", flush=True)
     benchmark = Benchmark(engine, options.model, config, options.scale)
+    benchmark.start(options.start)
     benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
     for rows in filter(None, options.decode.split(",")):
         benchmark.decode(int(rows))
@@ -190,7 +328,6 @@ def main() -> None:
     if options.throughput:
         for name in THROUGHPUT:
             benchmark.throughput(name)
-            benchmark.throughput(name, temperature=0.8, top_p=0.95, top_k=40)
     if options.output:
         Path(options.output).write_text(json.dumps(benchmark.results, indent=1))
 
