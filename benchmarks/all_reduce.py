@@ -23,7 +23,7 @@ from typing import Any
 
 CHAIN = 64
 CALLS = 20
-COMMAND_BUFFER = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+COMMAND_BUFFER = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 FLAGS = {"nccl_graph": COMMAND_BUFFER}
 """Of XLA, for variants that need them."""
 VARIANTS = "nccl,gather,permute,ours:16,ours:64,ours:264"

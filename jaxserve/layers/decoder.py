@@ -21,6 +21,7 @@ from jaxserve.layers.moe import MoE, MoEConfig
 from jaxserve.layers.norm import StackedNormWeights
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
+from pallas_kernels.all_reduce.peers import current_peers, reaching
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import KVCache
 
@@ -149,9 +150,12 @@ def _feed_forward(config: DecoderConfig, layer: int, context: LayerContext) -> G
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, KVCache, jax.Array | None]:
+def _run_layer(
+    graphdef: Any, state: Any, peers: jax.Array | None, *args: Any
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
     """A layer as a function of its weights: equal layers are traced and lowered once, not L times."""
-    return nnx.merge(graphdef, state)(*args)
+    with reaching(peers):
+        return nnx.merge(graphdef, state)(*args)
 
 
 class Decoder(nnx.Module):
@@ -206,9 +210,8 @@ class Decoder(nnx.Module):
             norms = self.attention_norm.of(i), self.mlp_norm.of(i)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            hidden, kv_cache, load = _run_layer(
-                *nnx.split(layer), hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
-            )
+            arguments = hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
+            hidden, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
         normal = self.context.rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)

@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from pallas_kernels.all_reduce.dispatch import AllReduce
+from pallas_kernels.all_reduce.peers import current_peers
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
@@ -45,6 +47,7 @@ class LayerContext:
         latent_backend: attention over a paged cache of latents, for the models that have one.
         grouped_matmul: what multiplies experts' tokens by their matrices.
         dense_matmul: what multiplies tokens by weights where it can; None: XLA does all of that.
+        peer_all_reduce: what adds up few tokens' partial results where it can; None: the platform's collective does.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         batch_invariant: a token's bits must not depend on what else is in the step.
         rms_norm: of the residual stream, and of query and key heads.
@@ -66,6 +69,7 @@ class LayerContext:
     latent_backend: LatentBackend = BlockedLatentBackend()
     grouped_matmul: GroupedMatmul = PORTABLE
     dense_matmul: DenseMatmul | None = None
+    peer_all_reduce: AllReduce | None = None
 
     def param(
         self,
@@ -82,7 +86,12 @@ class LayerContext:
 
     def all_reduce(self, partial: jax.Array) -> jax.Array:
         """The sum of the tensor-parallel devices' partial results."""
-        return partial if self.tensor_parallel_size == 1 else lax.psum(partial, TENSOR_AXIS)
+        if self.tensor_parallel_size == 1:
+            return partial
+        kernel = self.peer_all_reduce
+        if kernel is not None and kernel.why_not(partial.shape, partial.dtype) is None:
+            return kernel(partial, current_peers())
+        return lax.psum(partial, TENSOR_AXIS)
 
     def reduce_tokens(self, partial: jax.Array) -> jax.Array:
         """``all_reduce`` of [T, M]; where tokens are shared, each device keeps its own: [T / devices, M]."""

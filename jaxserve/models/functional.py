@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.kv_cache_spec import KVCacheSpec
 from jaxserve.layers.expert_parallel import expert_imbalance
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import DATA_AXIS, TENSOR_AXIS, LayerContext
 from jaxserve.models.interface import CausalLM, CountsExperts
 from jaxserve.models.registry import find_family
 from jaxserve.weights.weight_map import WeightSource
+from pallas_kernels.all_reduce.dispatch import AllReduce
+from pallas_kernels.all_reduce.peers import reaching
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionMetadata, AttentionOptions
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
@@ -31,6 +34,11 @@ from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 BLOCKED_LATENTS = BlockedLatentBackend()
 Params = dict[str, jax.Array]
 """Parameter name (``layers.0.attention.qkv``) to array: flat, so that dispatch walks few nodes."""
+PEERS = "peers"
+"""Among the params of a model with ``peer_all_reduce``, though no weight: int32[1, 1, 1 + 2 * devices] of each device
+(``pallas_kernels.all_reduce.workspace.Workspaces``)."""
+PEERS_SPEC = PartitionSpec(DATA_AXIS, TENSOR_AXIS)
+"""How that lies on a mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +72,17 @@ class Model:
 
     def abstract_params(self, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and, on a mesh, shardings of the params."""
-        return {name: spec.abstract(mesh, self.context.rules) for name, spec in self.specs.items()}
+        params = {name: spec.abstract(mesh, self.context.rules) for name, spec in self.specs.items()}
+        if self.context.peer_all_reduce is not None and mesh is not None:
+            tensor, data = self.context.tensor_parallel_size, self.context.data_parallel_size
+            sharding = NamedSharding(mesh, PEERS_SPEC)
+            params[PEERS] = jax.ShapeDtypeStruct((data, tensor, 1 + 2 * tensor), jnp.int32, sharding=sharding)
+        return params
 
     def partition_specs(self) -> dict[str, PartitionSpec]:
         """How each parameter lies on a mesh."""
-        return {name: self.context.rules.partition_spec(spec.axes) for name, spec in self.specs.items()}
+        specs = {name: self.context.rules.partition_spec(spec.axes) for name, spec in self.specs.items()}
+        return specs if self.context.peer_all_reduce is None else {**specs, PEERS: PEERS_SPEC}
 
     def param_bytes(self) -> int:
         """Bytes of all parameters over all devices."""
@@ -97,7 +111,8 @@ class Model:
         metadata: AttentionMetadata,
     ) -> tuple[jax.Array, list[KVCache]]:
         """``CausalLM.__call__`` as a pure function: ([T, M] hidden states, the updated caches)."""
-        return self._bind(params)(token_ids, positions, kv_caches, metadata)
+        with _peers_of(params):
+            return self._bind(params)(token_ids, positions, kv_caches, metadata)
 
     @property
     def has_experts(self) -> bool:
@@ -113,11 +128,12 @@ class Model:
         metadata: AttentionMetadata,
     ) -> tuple[jax.Array, list[KVCache], tuple[jax.Array, ...]]:
         """``forward``, and how unevenly experts were used: float32 [1] (``expert_imbalance``); () without experts."""
-        module = self._bind(params)
         if not self.has_experts:
-            return *module(token_ids, positions, kv_caches, metadata), ()
+            return *self.forward(params, token_ids, positions, kv_caches, metadata), ()
+        module = self._bind(params)
         assert isinstance(module, CountsExperts)
-        hidden, kv_caches, loads = module.run(token_ids, positions, kv_caches, metadata)
+        with _peers_of(params):
+            hidden, kv_caches, loads = module.run(token_ids, positions, kv_caches, metadata)
         return hidden, kv_caches, (expert_imbalance(jnp.stack(loads), self.context),)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -156,6 +172,7 @@ def build(
     latent_backend: LatentBackend = BLOCKED_LATENTS,
     grouped_matmul: GroupedMatmul = PORTABLE,
     dense_matmul: DenseMatmul | None = None,
+    peer_all_reduce: AllReduce | None = None,
 ) -> Model:
     """Build a model from its config.json: no array is made.
 
@@ -173,6 +190,7 @@ def build(
         latent_backend: what takes the place of ``backend`` in models that cache latents.
         grouped_matmul: of experts.
         dense_matmul: of everything else, where it can; None is XLA.
+        peer_all_reduce: as ``LayerContext`` has it; then the params have ``PEERS``.
 
     Raises:
         UnsupportedModelError: an architecture, or a feature of the config, that is not implemented.
@@ -191,7 +209,7 @@ def build(
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
         batch_invariant=batch_invariant, rms_norm=rms_norm,
         ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
-        dense_matmul=dense_matmul,
+        dense_matmul=dense_matmul, peer_all_reduce=peer_all_reduce,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)
@@ -218,6 +236,11 @@ def build(
         _graphdef=graphdef,
         _treedef=leaves_treedef,
     )
+
+
+def _peers_of(params: Params) -> AbstractContextManager[None]:
+    peers = params.get(PEERS)
+    return reaching(None if peers is None else peers.reshape(-1))
 
 
 def _is_variable(node: object) -> bool:

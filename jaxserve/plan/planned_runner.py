@@ -22,6 +22,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
 from jaxserve.runner.temporaries import device_shape
+from pallas_kernels.all_reduce.dispatch import AllReduce, hopper_all_reduce
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul, WhereItCan
@@ -105,6 +106,12 @@ class PlannedRunner(JaxModelRunner):
         from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
         return GpuDenseMatmul()
+
+    def _peer_all_reduce(self) -> AllReduce | None:
+        devices = self.config.parallel_config.tensor_parallel_size
+        if self.portable or self.platform != "gpu" or devices == 1:
+            return None
+        return hopper_all_reduce(devices)[0]
 
     def _device_budget(self, temporaries: int) -> MemoryBudget:
         share = self.config.cache_config.gpu_memory_utilization

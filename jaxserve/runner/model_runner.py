@@ -18,7 +18,9 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.layers.moe import expert_products
+from jaxserve.layers.params import TENSOR_AXIS
 from jaxserve.models import Model, build
+from jaxserve.models.functional import PEERS, PEERS_SPEC
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.compilation import CompilationCounter, program_folder
@@ -50,6 +52,7 @@ from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, ma
 from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
+from pallas_kernels.all_reduce.dispatch import AllReduce, all_reduce_of
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul, dense_matmul_of
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, grouped_matmul_of
@@ -198,7 +201,7 @@ class JaxModelRunner:
             data_parallel_size=parallel.data_parallel_size, expert_parallel=parallel.enable_expert_parallel,
             sequence_parallel=parallel.sequence_parallel, ragged_exchange=self.platform != "cpu",
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
-            dense_matmul=self.invariance.dense_matmul(self._dense_matmul()),
+            dense_matmul=self.invariance.dense_matmul(self._dense_matmul()), peer_all_reduce=self._peer_all_reduce(),
         )  # fmt: skip
         # Weights come first for few tokens only, and so would change the order of summation with their number.
         invariant = self.invariance.enabled
@@ -244,6 +247,16 @@ class JaxModelRunner:
         """What this process's devices offer for the other products: see ``dense_matmul_of``."""
         return dense_matmul_of(self.platform)[0]
 
+    def _peer_all_reduce(self) -> AllReduce | None:
+        """What this process's devices offer for few tokens: see ``all_reduce_of``."""
+        mesh = self.placement.mesh
+        if self.platform != "gpu" or mesh is None or mesh.shape[TENSOR_AXIS] == 1:
+            return None
+        kernel, why_not = all_reduce_of(mesh.devices.tolist())
+        if why_not is not None:
+            logger.warning("All-reduces of few tokens take NCCL, which is slower: %s.", why_not)
+        return kernel
+
     def _tell_of_experts(self, model: Model) -> None:
         """Log which products of experts are left to the portable path, and why."""
         products = expert_products(model.specs.values(), self.placement.mesh, model.context.rules)
@@ -288,8 +301,20 @@ class JaxModelRunner:
             logger.info("Loading %s (%.0f MiB as %s)", files.path.name, size, self.dtype.name)
             mesh, rules = self.placement.mesh, self.model.context.rules
             self.params = load_params(self.model.specs, self.model.weight_map, files, mesh=mesh, rules=rules)
+        self._meet_peers()
         jax.block_until_ready(self.params)
         self._note("weights", started)
+
+    def _meet_peers(self) -> None:
+        """Make the memory through which tensor-parallel devices add up, where the model wants it; it is kept, since
+        programs write to it."""
+        kernel, mesh = self.model.context.peer_all_reduce, self.placement.mesh
+        if kernel is None or mesh is None:
+            return
+        from pallas_kernels.all_reduce.workspace import Workspaces
+
+        self._workspaces = Workspaces(mesh.devices.tolist(), kernel.capacity)
+        self.params[PEERS] = self.placement.put(self._workspaces.peers, PEERS_SPEC)
 
     def _note(self, phase: str, started: float) -> None:
         seconds = time.monotonic() - started

@@ -70,7 +70,7 @@ class GpuAllReduce:
             return f"{size} bytes: it takes multiples of {VECTOR}"
         return None
 
-    def __call__(self, partial: jax.Array, peers: jax.Array) -> jax.Array:
+    def __call__(self, partial: jax.Array, peers: jax.Array | None) -> jax.Array:
         """The sum of the devices' [T, M], added in their order in float32 and rounded once.
 
         Args:
@@ -83,8 +83,10 @@ class GpuAllReduce:
         """
         if (why := self.why_not(partial.shape, partial.dtype)) is not None:
             raise ValueError(f"This all-reduce cannot take {why}.")
+        if peers is None:
+            raise ValueError("This all-reduce has no table of peers: trace the program in `reaching(peers)`.")
         if peers.shape != (1 + 2 * self.num_devices,):
-            raise ValueError(f"peers is {peers.shape}, not of {self.num_devices} devices.")
+            raise ValueError(f"peers is of shape {peers.shape}, not {(1 + 2 * self.num_devices,)}.")
         size = partial.size * partial.dtype.itemsize
         count = next((count for most, count in self.blocks if size <= most), self.blocks[-1][1])
         return _all_reduce(partial, peers, self.num_devices, self.capacity, count)

@@ -89,7 +89,7 @@ class _Cuda:
     """The few calls of the CUDA driver that JAX has no words for."""
 
     def __init__(self) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver = ctypes.CDLL("libcuda.so.1")  # JAX runs on it, so it is there
 
     def linked(self, source: jax.Device, target: jax.Device) -> bool:
         """Whether peers' memory is reached over NVLink: only there are its atomics native."""
