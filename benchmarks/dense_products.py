@@ -37,34 +37,57 @@ SHAPES = {
 ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048), "0.6b": (1, 8, 64, 256)}
 L2 = 120 << 20
 """Bytes of weights of a program's layers together, at least: twice the cache and more."""
-SWEEP: dict[int, list[dict[str, int]]] = {
-    8: [
-        dict(width=8, step=128, stages=6),
-        dict(width=8, step=64, stages=12),
-        dict(width=8, step=128, stages=4),
-        dict(width=16, step=128, stages=5),
-    ],
-    64: [
-        dict(width=64, step=128, stages=4),
-        dict(width=64, step=64, stages=8),
-        dict(width=64, step=128, stages=4, cluster=2),
-        dict(width=64, step=64, stages=8, cluster=2),
-        dict(width=64, step=64, stages=8, cluster=4),
-    ],
-    128: [
-        dict(width=128, step=64, stages=6),
-        dict(width=128, step=128, stages=3),
-        dict(width=128, step=64, stages=6, cluster=2),
-        dict(width=128, step=64, stages=6, cluster=4),
-    ],
-    256: [
-        dict(width=256, step=64, stages=4),
-        dict(width=256, step=64, stages=4, cluster=2),
-        dict(width=256, step=64, stages=4, cluster=4),
-        dict(width=128, step=64, stages=6, cluster=2),
-    ],
+SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
+    "8b": {
+        8: [
+            dict(width=8, step=128, stages=6),
+            dict(width=8, step=64, stages=12),
+            dict(width=8, step=128, stages=6, hand_over=0),
+            dict(width=8, step=128, stages=6, hand_over=0, chunks=8),
+            dict(width=8, step=128, stages=6, chunks=2),
+            dict(width=8, step=128, stages=10, consumers=1, chunks=1),
+            dict(width=8, step=128, stages=10, consumers=1, chunks=2),
+        ],
+        64: [
+            dict(width=64, step=128, stages=4),
+            dict(width=64, step=64, stages=8),
+            dict(width=64, step=64, stages=8, cluster=2),
+            dict(width=64, step=64, stages=8, cluster=4),
+            dict(width=64, step=128, stages=5, consumers=1, chunks=2),
+        ],
+        128: [
+            dict(width=128, step=64, stages=6),
+            dict(width=128, step=64, stages=6, cluster=2),
+            dict(width=128, step=64, stages=6, cluster=4),
+        ],
+        256: [
+            dict(width=256, step=64, stages=4),
+            dict(width=256, step=64, stages=4, cluster=2),
+            dict(width=256, step=64, stages=4, cluster=4),
+            dict(width=128, step=64, stages=6, cluster=2),
+        ],
+        1024: [
+            dict(width=256, step=64, stages=4, cluster=2),
+            dict(width=256, step=64, stages=4, cluster=2, chunks=1),
+        ],
+    },
+    "0.6b": {
+        8: [
+            dict(width=8, step=128, stages=6),
+            dict(width=8, step=128, stages=10, consumers=1),
+            dict(width=8, step=128, stages=10, consumers=1, chunks=1),
+            dict(width=8, step=128, stages=10, consumers=1, chunks=2),
+            dict(width=8, step=128, stages=10, consumers=1, chunks=4),
+        ],
+        64: [
+            dict(width=64, step=64, stages=8),
+            dict(width=64, step=64, stages=10, consumers=1),
+            dict(width=64, step=64, stages=10, consumers=1, chunks=2),
+            dict(width=64, step=64, stages=10, consumers=1, chunks=4),
+        ],
+    },
 }
-"""Configurations tried, by rows."""
+"""Configurations tried, by model and rows; ``chunks`` is not one's part, and changes the bits."""
 
 
 class Tools(Protocol):
@@ -110,7 +133,9 @@ class Case:
 def ours(tools: Tools, kind: str, config: dict[str, int] | None) -> Callable[..., Any]:
     from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul
 
-    multiply = GpuDenseMatmul(always=True, config=None if config is None else Config(**config))
+    config = dict(config or {})
+    chunks = config.pop("chunks", None)
+    multiply = GpuDenseMatmul(always=True, chunks=chunks, config=Config(**config) if config else None)
     out_dtype = tools.jnp.float32 if kind == "float32" else None
 
     def call(x: Any, weight: Any, residual: Any) -> Any:
@@ -142,7 +167,7 @@ class Operands:
         layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
         scale = self.inner**-0.5
         self.weights = [tools.random(self.outputs, self.inner) * scale for _ in range(layers)]
-        most = max(ROWS[model])
+        most = max(*ROWS[model], 1024)
         self.x, self.residual = tools.random(most, self.inner), tools.random(most, self.outputs)
 
     def of(self, rows: int, kind: str) -> tuple[Any, Any, Any]:
@@ -256,16 +281,18 @@ def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
 
 
 def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
-    """Configurations of 8B's layers (or ``--override``'s ``dense_sweep``: {rows: [configuration, ...]})."""
-    chosen = tools.dense.get("sweep") or SWEEP
-    for name in ("qkv", "out", "gate_up", "down"):
-        cases = []
-        for rows, configurations in chosen.items():
-            for config in configurations:
-                path = " ".join(f"{key}={value}" for key, value in config.items() if key != "width")
-                path = f"{config['width']}: {path}"
-                cases.append(Case("8b", name, int(rows), path, ours(tools, KINDS[name], config)))
-        measure(tools, emit, timed, "dense_sweep", cases)
+    """Configurations (or ``--override``'s: {"dense": {"sweep": {model: {rows: [configuration, ...]}}}})."""
+    for model, by_rows in (tools.dense.get("sweep") or SWEEP).items():
+        for name in ("qkv", "out", "gate_up", "down"):
+            cases = []
+            for rows, configurations in by_rows.items():
+                for config in configurations:
+                    if name == "gate_up" and ("chunks" in config or config.get("consumers") == 1):
+                        continue
+                    path = " ".join(f"{key}={value}" for key, value in config.items() if key != "width")
+                    path = f"{config['width']}: {path}"
+                    cases.append(Case(model, name, int(rows), path, ours(tools, KINDS[name], config)))
+            measure(tools, emit, timed, "dense_sweep", cases)
 
 
 __all__ = ["run", "sweep"]

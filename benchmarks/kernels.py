@@ -47,6 +47,7 @@ SECTIONS = {
     "mixed": 120,
     "grouped": 300,
     "dense": 240,
+    "dense_layers": 200,
     "sweep": 240,
     "grouped_sweep": 400,
     "dense_sweep": 300,
@@ -816,6 +817,15 @@ def section_dense(context: Context) -> None:
     import dense_products
 
     dense_products.run(context, emit, functools.partial(dense_times, context))
+
+
+def section_dense_layers(context: Context) -> None:
+    import dense_layers
+
+    def profiled(run: Callable[[], Any], layers: int) -> float:
+        return kernel_and_layer(profile(context, run), layers, lambda name: True)[1]
+
+    dense_layers.run(context, emit, profiled)
 
 
 def section_dense_sweep(context: Context) -> None:

@@ -1,0 +1,133 @@
+"""The section ``dense_layers`` of kernels.py: decode layers of Llama 8B as a whole, with our products and with XLA's.
+
+Norm, qkv, attention over 1,024 cached tokens a row (our kernel), out and residual, norm, gate and up, down and
+residual: what the products save beside their own time shows here, and what bringing the next weight into the L2 does.
+``ahead=n``: n steps of it for each worker; ``ahead=n/m``: m for the output product, whose weight has the time that
+attention takes. The time is that of a layer, from the first kernel's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+ROWS = (1, 8, 64, 128, 256)
+CONTEXT, BLOCK = 1024, 64
+HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, FFN = 32, 8, 128, 4096, 14336
+LAYERS = 4
+AHEAD = ((0, 0), (2, 2), (4, 4), (2, 8), (6, 8))
+"""Steps ahead of most weights, and of the output product's."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """How a layer's products are computed.
+
+    Args:
+        multiply: (x, weight, what follows), ours or XLA's.
+    """
+
+    name: str
+    multiply: Callable[..., Any]
+
+
+def products(tools: Any, rows: int) -> list[Products]:
+    from pallas_kernels.dense_matmul.dispatch import Ahead
+    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, tuned
+
+    jax, jnp = tools.jax, tools.jnp
+
+    def xla(x: Any, weight: Any, *, residual: Any = None, gated: bool = False, ahead: Any = None) -> Any:
+        y = jnp.einsum("tk,nk->tn", x, weight, preferred_element_type=x.dtype)
+        if gated:
+            gate, up = jnp.split(y.astype(jnp.float32), 2, axis=1)
+            y = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return y if residual is None else residual + y
+
+    def ours(steps: int, of_out: int) -> Callable[..., Any]:
+        config = Config(**tools.dense[str(rows)]) if str(rows) in tools.dense else tuned(rows)
+
+        def multiply(x: Any, weight: Any, *, ahead: Any = None, **kind: Any) -> Any:
+            if ahead is not None:
+                n = of_out if ahead[0].shape == (HIDDEN, HIDDEN) else steps
+                kernel = GpuDenseMatmul(always=True, config=replace(config, ahead=n))
+                return kernel(x, weight, ahead=Ahead(*ahead) if n else None, **kind)
+            return GpuDenseMatmul(always=True, config=config)(x, weight, **kind)
+
+        return multiply
+
+    found = [Products(f"ours ahead={steps}/{of_out}", ours(steps, of_out)) for steps, of_out in AHEAD]
+    return found if tools.ours_only else [Products("xla", xla), *found]
+
+
+def run(tools: Any, emit: Callable[..., None], profiled: Callable[..., float]) -> None:
+    """Time every way.
+
+    Args:
+        profiled: (run, layers) to us of a layer.
+    """
+    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+
+    jax, jnp = tools.jax, tools.jnp
+    shapes = (6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)
+    weights = [[tools.random(*shape) * shape[1] ** -0.5 for shape in shapes] for _ in range(LAYERS)]
+    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
+    sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE)
+
+    def norm(h: Any) -> Any:
+        wide = h.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(h.dtype)
+
+    def program(multiply: Callable[..., Any]) -> Callable[..., Any]:
+        def decode(h: Any, weights: Any, caches: Any, metadata: Any) -> Any:
+            plan = tools.tuned.prepare(metadata, options, num_tokens=h.shape[0], **sizes)
+            kept = []
+            for i, ((qkv, out, gate_up, down), cache) in enumerate(zip(weights, caches, strict=True)):
+                y = multiply(norm(h), qkv, ahead=(out,)).reshape(h.shape[0], -1, HEAD_SIZE)
+                q, k, v = jnp.split(y, (HEADS, HEADS + KV_HEADS), axis=1)
+                attended, cache = tools.tuned.update_and_attend(q, k, v, cache, metadata, options, None, plan)
+                kept.append(cache)
+                h = multiply(attended.reshape(h.shape[0], -1), out, residual=h, ahead=(gate_up, True))
+                y = multiply(norm(h), gate_up, gated=True, ahead=(down,))
+                following = (weights[i + 1][0],) if i + 1 < len(weights) else None
+                h = multiply(y, down, residual=h, ahead=following)
+            return h, kept
+
+        return jax.jit(decode, donate_argnums=2)
+
+    moved = sum(2 * n * k for n, k in shapes)
+    for rows in ROWS:
+        metadata, num_blocks, _ = tools.batch([(CONTEXT, 1)] * rows, block_size=BLOCK)
+        shape = tools.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        caches = [tools.random(*shape) for _ in range(LAYERS)]
+        h = tools.random(rows, HIDDEN)
+        first = None
+        for way in products(tools, rows):
+            name = f"8b layer x {rows}"
+            state = [caches]
+            call = program(way.multiply)
+
+            def step(call: Any = call, state: Any = state, h: Any = h, metadata: Any = metadata) -> Any:
+                out, state[0] = call(h, weights, state[0], metadata)
+                return out
+
+            try:
+                found = np.asarray(step(), np.float32)
+                us = profiled(step, LAYERS)
+            except Exception as error:
+                print(f"# {name} {way.name}: {type(error).__name__}: {str(error)[:300]}")
+                emit(section="dense_layers", name=name, path=way.name, wrong=True, failed=str(error)[:200])
+                break
+            caches = state[0]
+            first = found if first is None else first
+            bytes_moved = moved + rows * CONTEXT * KV_HEADS * HEAD_SIZE * 4
+            emit(
+                section="dense_layers", name=name, path=way.name, unit="TB/s", rate=bytes_moved / us / 1e6,
+                kernel_us=us, layer_us=us, error=round(float(np.abs(found - first).max() / np.abs(first).max()), 4),
+            )  # fmt: skip
+
+
+__all__ = ["run"]
