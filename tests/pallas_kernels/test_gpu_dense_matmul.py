@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpected_races
 
 from pallas_kernels.dense_matmul import reference
+from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
 
 pytestmark = pytest.mark.device
@@ -110,13 +112,12 @@ def lowered(num_rows: int, outputs: int, inner: int, config: Any = None, **kind:
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
     x, weight = (jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16) for rows in (num_rows, outputs))
-    residual = (
-        jax.ShapeDtypeStruct((num_rows, outputs), jnp.bfloat16) if kind.pop("residual", False) else None
-    )
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    residual = struct((num_rows, outputs)) if kind.pop("residual", False) else None
+    ahead = Ahead(struct(kind.pop("ahead")), gated=True) if "ahead" in kind else None
     multiply = GpuDenseMatmul(num_sms=132, always=True, config=config)
-    traced = jax.jit(
-        lambda x, weight, residual: multiply(x, weight, residual=residual, **kind)
-    ).trace(x, weight, residual)  # fmt: skip
+    run = jax.jit(functools.partial(multiply, **kind))
+    traced = run.trace(x, weight, residual=residual, ahead=ahead)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -130,6 +131,8 @@ def test_it_lowers() -> None:
         lowered(256, 4096, 14336, residual=True),
         lowered(8, 128256, 4096, out_dtype=jnp.float32),
         lowered(64, 4096, 4096, Config(64, cluster=2)),
+        lowered(8, 4096, 1024, Config(8, consumers=1)),
+        lowered(8, 6144, 4096, Config(8, ahead=2), ahead=(28672, 4096)),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
     many = [lowered(rows, 4096, 1024, residual=True) for rows in (384, 1024)]
@@ -145,10 +148,10 @@ def test_what_cannot_run_is_refused() -> None:
     wrong = [
         dict(width=12), dict(width=264), dict(width=72), dict(width=8, cluster=2), dict(width=64, cluster=3),
         dict(width=8, step=96), dict(width=8, stages=1), dict(width=256, stages=5),
-        dict(width=8, consumer_registers=240),
+        dict(width=8, consumer_registers=240), dict(width=8, consumers=3),
     ]  # fmt: skip
     for each in wrong:
-        with pytest.raises(ValueError, match=r"width|step|register|memory|stages|cluster"):
+        with pytest.raises(ValueError, match=r"width|step|register|memory|stages|cluster|consumers"):
             Config(**each)
     assert supported(6144, 4096, "float16") is None
     assert "float32" in (supported(6144, 4096, "float32") or "")
