@@ -45,4 +45,4 @@ class Embedding(LMHead):
         weight = self.weight[...]
         rows_here = token_ids - self.context.shard_index() * weight.shape[0]
         vectors = weight.at[rows_here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return self.context.reduce_tokens(vectors)
+        return self.context.reduce_tokens(vectors, meet=True)

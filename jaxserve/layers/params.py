@@ -84,19 +84,25 @@ class LayerContext:
         spec = ParamSpec(shape, self.dtype if dtype is None else dtype, axes, scale, mean)
         return cast(nnx.Param[jax.Array], nnx.Param(spec.abstract(), spec=spec))
 
-    def all_reduce(self, partial: jax.Array) -> jax.Array:
-        """The sum of the tensor-parallel devices' partial results."""
+    def all_reduce(self, partial: jax.Array, *, meet: bool = False) -> jax.Array:
+        """The sum of the tensor-parallel devices' partial results.
+
+        Args:
+            partial: this device's.
+            meet: by the platform's collective in any case. A program of ours has one at least: then the runtime lets
+                no device begin before all have loaded their kernels, which may wait for one that runs already.
+        """
         if self.tensor_parallel_size == 1:
             return partial
-        kernel = self.peer_all_reduce
+        kernel = None if meet else self.peer_all_reduce
         if kernel is not None and kernel.why_not(partial.shape, partial.dtype) is None:
             return kernel(partial, current_peers())
         return lax.psum(partial, TENSOR_AXIS)
 
-    def reduce_tokens(self, partial: jax.Array) -> jax.Array:
+    def reduce_tokens(self, partial: jax.Array, *, meet: bool = False) -> jax.Array:
         """``all_reduce`` of [T, M]; where tokens are shared, each device keeps its own: [T / devices, M]."""
         if not self._shares(partial.shape[0]):
-            return self.all_reduce(partial)
+            return self.all_reduce(partial, meet=meet)
         return lax.psum_scatter(partial, TENSOR_AXIS, scatter_dimension=0, tiled=True)
 
     def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:

@@ -8,8 +8,10 @@ Two areas take turns. A device that is in call n + 2 has ended call n + 1, hence
 which they do after they ended call n, where they read and cleared the area that n + 2 writes.
 
 What this asks of a program: all devices make the same calls in the same order, one at a time. Calls that depend on
-each other, as those of a model's layers do, are in order. The memory (``workspace``) belongs to no program: a program
-gets nothing but the addresses, so XLA can neither move nor copy it.
+each other, as those of a model's layers do, are in order. A program also has one of XLA's own collectives: where there
+is none, XLA starts a device while another one still loads its kernels or makes its CUDA graph, and these may wait for
+kernels that run. The memory (``workspace``) belongs to no program: a program gets nothing but the addresses, so XLA can
+neither move nor copy it.
 """
 
 from __future__ import annotations
