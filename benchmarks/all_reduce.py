@@ -5,8 +5,8 @@
 A program chains 64 of them after one small NCCL sum, each followed by a multiplication so that none can be dropped; the
 time of the same program without the 64 is taken off. Wall time, the best of three times 20 programs. Each variant runs
 in a process of its own that is ended when its time is up, so that one that hangs does not cost the others.
-``ours:BLOCKS`` is the kernel with that many CTAs, ``alone:BLOCKS`` the same in programs without NCCL;
-``worst`` is the largest difference from the float32 sum in units of the result type's rounding (0.5 is perfect), and ``same``
+``ours:BLOCKS`` is the kernel with that many CTAs, ``alone:BLOCKS`` the same in programs without NCCL; ``worst`` is
+the largest difference from the float32 sum in units of the result type's rounding (0.5 is perfect), and ``same``
 whether all devices hold the same bits.
 """
 
