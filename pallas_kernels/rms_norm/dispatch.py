@@ -66,17 +66,21 @@ class HalvesNorm:
     name = "halves"
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-        wide, size = x.astype(jnp.float32), x.shape[-1]
-        sums = wide * wide
-        for turn in range(1, (size - 1).bit_length() + 1):
-            half, odd = divmod(sums.shape[-1], 2)
-            kept = sums[..., 2 * half :]
-            sums = sums[..., :half] + sums[..., half : 2 * half]
-            if odd:
-                sums = jnp.concatenate([sums, kept], axis=-1)
-            if turn % HALVINGS == 0 or sums.shape[-1] == 1:
-                sums = jax.lax.optimization_barrier(sums)
-        return _scaled(x, wide, sums / size, weight, eps)
+        wide = x.astype(jnp.float32)
+        return _scaled(x, wide, halved(wide * wide) / x.shape[-1], weight, eps)
+
+
+def halved(sums: jax.Array) -> jax.Array:
+    """Sums over the last axis, kept as an axis of one: its second half added to its first one until one is left."""
+    for turn in range(1, (sums.shape[-1] - 1).bit_length() + 1):
+        half, odd = divmod(sums.shape[-1], 2)
+        kept = sums[..., 2 * half :]
+        sums = sums[..., :half] + sums[..., half : 2 * half]
+        if odd:
+            sums = jnp.concatenate([sums, kept], axis=-1)
+        if turn % HALVINGS == 0 or sums.shape[-1] == 1:
+            sums = jax.lax.optimization_barrier(sums)
+    return sums
 
 
 @dataclass(frozen=True)

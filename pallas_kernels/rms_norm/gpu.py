@@ -20,6 +20,8 @@ from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import store
 
 THREADS = 128
+FEW = 2
+"""CTAs (thread blocks) started on each multiprocessor where there are no more rows than these."""
 LONGEST = 16_384
 """Elements of a row: 128 a thread, all in registers."""
 
@@ -51,7 +53,9 @@ class GpuRMSNorm:
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         """[T, M] by weight [M]: each row to unit root mean square, rounded to x's type, times the weight."""
         sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
-        return _normalise(x, weight, eps, sms * self.ctas_per_sm, self.interpret)
+        few = FEW * sms  # as many as have a row are started soonest
+        num_ctas = few if x.shape[0] <= few else sms * self.ctas_per_sm
+        return _normalise(x, weight, eps, num_ctas, self.interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -64,16 +68,19 @@ def _normalise(x: jax.Array, weight: jax.Array, eps: float, num_ctas: int, inter
 
     def rms_norm(x, weight, num_rows, out):
         cta = lax.axis_index("cta")
-        scale = plgpu.load(weight, layout=layout, optimized=False)
 
-        def one_row(turn, _):
-            row = cta + turn * num_ctas
-            wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)
-            mean = jnp.sum(wide * wide) * (1.0 / size)
-            normal = wide * lax.rsqrt(mean + eps)
-            store(out.at[row], normal.astype(x.dtype) * scale)
+        @pl.when(cta < num_rows[0])
+        def _rows():
+            scale = plgpu.load(weight, layout=layout, optimized=False)
 
-        lax.fori_loop(0, pl.cdiv(jnp.maximum(num_rows[0] - cta, 0), num_ctas), one_row, None)
+            def one_row(turn, _):
+                row = cta + turn * num_ctas
+                wide = plgpu.load(x.at[row], layout=layout, optimized=False).astype(jnp.float32)
+                mean = jnp.sum(wide * wide) * (1.0 / size)
+                normal = wide * lax.rsqrt(mean + eps)
+                store(out.at[row], normal.astype(x.dtype) * scale)
+
+            lax.fori_loop(0, pl.cdiv(num_rows[0] - cta, num_ctas), one_row, None)
 
     build = functools.partial(
         plgpu.kernel, rms_norm, grid=(num_ctas,), grid_names=("cta",), kernel_name="rms_norm",
