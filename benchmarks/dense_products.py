@@ -34,7 +34,7 @@ SHAPES = {
     },
 }
 """Outputs, contracted."""
-ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048), "0.6b": (1, 8, 64, 256)}
+ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64, 256)}
 L2 = 120 << 20
 """Bytes of weights of a program's layers together, at least: twice the cache and more."""
 SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
@@ -66,9 +66,13 @@ SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
             dict(width=256, step=64, stages=4, cluster=4),
             dict(width=128, step=64, stages=6, cluster=2),
         ],
-        1024: [
+        2048: [
+            dict(width=128, step=64, stages=6),
+            dict(width=128, step=64, stages=6, cluster=2),
+            dict(width=128, step=64, stages=6, cluster=4),
             dict(width=256, step=64, stages=4, cluster=2),
             dict(width=256, step=64, stages=4, cluster=2, chunks=1),
+            dict(width=256, step=64, stages=4, chunks=1),
         ],
     },
     "0.6b": {
@@ -167,7 +171,7 @@ class Operands:
         layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
         scale = self.inner**-0.5
         self.weights = [tools.random(self.outputs, self.inner) * scale for _ in range(layers)]
-        most = max(*ROWS[model], 1024)
+        most = 512 if name == "logits" else max(ROWS[model])
         self.x, self.residual = tools.random(most, self.inner), tools.random(most, self.outputs)
 
     def of(self, rows: int, kind: str) -> tuple[Any, Any, Any]:
@@ -273,6 +277,8 @@ def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
         for name in shapes:
             cases = []
             for rows in ROWS[model]:
+                if name == "logits" and rows > 256:
+                    continue
                 config = tools.dense.get(str(rows))
                 cases.append(Case(model, name, rows, "ours", ours(tools, KINDS[name], config)))
                 if not tools.ours_only:

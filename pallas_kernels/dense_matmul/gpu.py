@@ -39,6 +39,8 @@ COLUMNS = 64
 """Tokens stored at a time."""
 ALIGNED = 8
 WIDEST = 256
+MOST_FOLDED = 128
+"""Tokens of a tile whose sums a warpgroup can hold twice."""
 SHARED_MEMORY = 232_448
 """Bytes of one CTA."""
 DTYPES = ("bfloat16", "float16")
@@ -113,11 +115,13 @@ def _tuning() -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def tuned(num_rows: int) -> Config:
-    """The table's configuration for so many rows."""
+def tuned(num_rows: int, *, chunked: bool = False) -> Config:
+    """The table's configuration for so many rows, and a weight whose contracted dimension is in chunks or is not."""
     for entry in _tuning()["tables"]:
-        if entry["rows"] is None or num_rows <= entry["rows"]:
-            return Config(**{key: value for key, value in entry.items() if key not in ("rows", "source")})
+        enough = entry["rows"] is None or num_rows <= entry["rows"]
+        if enough and entry.get("chunked", chunked) == chunked:
+            rest = ("rows", "chunked", "source")
+            return Config(**{key: value for key, value in entry.items() if key not in rest})
     raise ValueError("gpu_tuning.json has no entry for any number of rows: its last one's rows is null")
 
 
@@ -211,7 +215,7 @@ def dense_matmul(
     out_type = (jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), out_dtype),)
     if case.shares_chunks:
         out_type += (jax.ShapeDtypeStruct((case.num_handed, ROWS, config.width), jnp.float32),)
-    if case.chunks > 1:
+    if case.chunks > 1 and not case.folds:
         batched.append(len(operands) + len(refs) + len(out_type))
         num_partials = case.num_sums(token_tiles) * chunks
         out_type += (jax.ShapeDtypeStruct((num_partials, ROWS, config.width), jnp.float32),)
@@ -272,7 +276,13 @@ class _Case:
         """The work, of so many tiles of tokens."""
         borders = tuple(each // self.step for each in chunk_borders(self.inner, self.chunks))
         tiles = self.output_tiles * token_tiles
-        return Line.shared_by(self.most_workers, tiles, borders, hand_over=self.config.hand_over)
+        hand_over = self.config.hand_over and not self.folds
+        return Line.shared_by(self.most_workers, tiles, borders, hand_over=hand_over, folds=self.folds)
+
+    @property
+    def folds(self) -> bool:
+        """A tile's chunks are added up by the workers one after another: with many tiles nobody waits for that."""
+        return self.many_tokens and self.chunks > 1 and self.config.width <= MOST_FOLDED
 
     @property
     def num_workers(self) -> int:
@@ -280,7 +290,7 @@ class _Case:
 
     @functools.cached_property
     def shares_chunks(self) -> bool:
-        return self.config.hand_over if self.many_tokens else self.line(1).shares_chunks
+        return self.config.hand_over or self.folds if self.many_tokens else self.line(1).shares_chunks
 
     @property
     def num_handed(self) -> int:
@@ -338,7 +348,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
         line = case.line(token_tiles)
         counters, out, *refs = refs
         handed, refs = (refs[0], refs[1:]) if case.shares_chunks else (None, refs)
-        partials = refs[0] if chunks > 1 else None
+        partials = refs[0] if chunks > 1 and not case.folds else None
         worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
         rank = lax.axis_index("cluster") if cluster > 1 else 0
 
@@ -513,48 +523,76 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
                     finish(tile, value_of)
 
-            def multiply(item, done):
-                tile, _, start, stop, goes_on, is_left = item
+            def products(sums, start, stop, done):
+                def one_step(at, done):
+                    slot = lax.rem(done, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(sums, weights_s.at[slot, warpgroup], tokens_s.at[slot].T)
+                    plgpu.wgmma_wait(1)  # the step before is done with its slot
+                    before = lax.rem(done + stages - 1, stages)
+                    pl.when(at > start)(lambda: plgpu.barrier_arrive(free.at[before]))
+                    return done + 1
 
-                def products(sums):
-                    def one_step(at, done):
-                        slot = lax.rem(done, stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(sums, weights_s.at[slot, warpgroup], tokens_s.at[slot].T)
-                        plgpu.wgmma_wait(1)  # the step before is done with its slot
-                        before = lax.rem(done + stages - 1, stages)
-                        pl.when(at > start)(lambda: plgpu.barrier_arrive(free.at[before]))
-                        return done + 1
+                lax.fori_loop(start, stop, one_step, done)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[lax.rem(done + stop - start - 1, stages)])
 
-                    lax.fori_loop(start, stop, one_step, done)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[lax.rem(done + stop - start - 1, stages)])
+            def from_zero(start, stop, done):
+                def run(sums):
+                    products(sums, start, stop, done)
+                    return sums[...]
 
-                def slot_of_handed(of):
-                    return (of * cluster + rank) * consumers + warpgroup
+                return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
 
-                def load_handed():
-                    wait_for(counters.at[pl.ds(slot_of_handed(worker), 1)], atomic=case.atomic)
-                    left = handed.at[slot_of_handed(worker)]
-                    return plgpu.load(left, layout=plgpu.Layout.WGMMA, optimized=False)
+            def slot_of_handed(of):
+                return (of * cluster + rank) * consumers + warpgroup
 
-                def from_zero():
-                    def run(sums):
-                        products(sums)
-                        return sums[...]
+            def load_partial():
+                wait_for(counters.at[pl.ds(slot_of_handed(worker), 1)], atomic=case.atomic)
+                left = handed.at[slot_of_handed(worker)]
+                return plgpu.load(left, layout=plgpu.Layout.WGMMA, optimized=False)
 
-                    return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
+            def has_loaded():
+                counters[slot_of_handed(worker)] = jnp.int32(0)
+
+            def one_chunk(item, done):
+                """The sums of a chunk or of what the stretch has of it, going on from those before."""
+                _, _, start, stop, goes_on, _ = item
 
                 def from_handed():
                     if case.atomic:
-                        sums = pl.run_state(products)(plgpu.ACC.init(load_handed()))
+                        run = functools.partial(products, start=start, stop=stop, done=done)
+                        sums = pl.run_state(run)(plgpu.ACC.init(load_partial()))
                     else:
-                        sums = load_handed() + from_zero()  # interpret mode's sums begin with nothing
+                        sums = load_partial() + from_zero(start, stop, done)  # there sums begin with nothing
                     # It comes last so that the compiler does not join the two ways' ends, where sums are in flight.
-                    counters[slot_of_handed(worker)] = jnp.int32(0)
+                    has_loaded()
                     return sums
 
-                sums = lax.cond(goes_on, from_handed, from_zero) if case.shares_chunks else from_zero()
+                if not case.shares_chunks:
+                    return from_zero(start, stop, done)
+                return lax.cond(goes_on, from_handed, lambda: from_zero(start, stop, done))
+
+            def folded_chunks(item, done):
+                """The sums of a tile's chunks in the stretch, added to those before in order."""
+                tile, _, start, stop, goes_on, _ = item
+                first, end = line.chunks_between(tile, start, stop)
+
+                def nothing():
+                    return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+
+                def fold(chunk, total):
+                    begin, end = line.chunk_border(tile, chunk), line.chunk_border(tile, chunk + 1)
+                    # Adding to zero changes nothing: sums that began with zero are no negative one.
+                    return total + from_zero(begin, end, done + begin - start)
+
+                total = lax.fori_loop(first, end, fold, lax.cond(goes_on, load_partial, nothing))
+                pl.when(goes_on)(has_loaded)
+                return total
+
+            def multiply(item, done):
+                tile, _, start, stop, _, is_left = item
+                sums = (folded_chunks if case.folds else one_chunk)(item, done)
 
                 def hand_over():
                     after = slot_of_handed(worker + 1)
@@ -562,7 +600,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     signal(counters.at[pl.ds(after, 1)], atomic=case.atomic)
 
                 def complete():
-                    if chunks > 1:
+                    if partials is not None:
                         add_up(item, sums)
                     else:
                         pieces = [sums[:, i * columns : (i + 1) * columns] for i in range(width // columns)]
@@ -633,7 +671,8 @@ class GpuDenseMatmul:
         if reason is not None:
             raise ValueError(reason)
         num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
-        config = self.config or tuned(x.shape[0])
+        chunks = self.chunks or chunks_of(*weight.shape)
+        config = self.config or tuned(x.shape[0], chunked=chunks > 1 and not gated)
         if ahead is not None and supported(*ahead.weight.shape, ahead.weight.dtype, gated=ahead.gated):
             ahead = None
         return _jitted(

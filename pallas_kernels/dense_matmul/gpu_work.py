@@ -12,6 +12,7 @@ The work is one line of steps: tiles in order, in a tile its contracted dimensio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,15 +39,19 @@ class Line:
         borders: of a tile's chunks, in steps; the last is the steps of a tile.
         workers: that share it; the stretches of any others are empty.
         snap: a stretch's border so many steps from a chunk's moves there.
+        folds: a worker does all of a tile's chunks in its stretch in one go, adding up as it goes on.
     """
 
     tiles: Any
     borders: tuple[int, ...]
     workers: Any
     snap: Any
+    folds: bool = False
 
     @classmethod
-    def shared_by(cls, most_workers: int, tiles: Any, borders: tuple[int, ...], *, hand_over: bool) -> Line:
+    def shared_by(
+        cls, most_workers: int, tiles: Any, borders: tuple[int, ...], *, hand_over: bool, folds: bool = False
+    ) -> Line:
         """The line of so many tiles, for up to so many workers.
 
         Args:
@@ -57,7 +62,7 @@ class Line:
         # With a worker for each chunk it has that.
         whole = (workers == tiles * chunks) | (not hand_over)
         snap = _where(whole, borders[-1], _div(tiles * borders[-1], workers * EVENNESS))
-        return cls(tiles, borders, workers, snap)
+        return cls(tiles, borders, workers, snap, folds)
 
     @property
     def steps(self) -> int:
@@ -82,8 +87,10 @@ class Line:
         return at
 
     def chunk_of(self, last: Any) -> tuple[Any, Any, Any, Any]:
-        """A step's tile, chunk in it, and the chunk's first step and end on the line."""
+        """A step's tile, chunk in it, and the chunk's first step and end on the line; all chunks are one that folds."""
         tile = _div(last, self.steps)
+        if self.folds:
+            return tile, tile * 0, tile * self.steps, (tile + 1) * self.steps
         inside = last - tile * self.steps
         chunk, first, end = inside * 0, inside * 0, inside * 0 + self.borders[1]
         for i in range(1, self.chunks):
@@ -91,6 +98,21 @@ class Line:
             chunk, first = _where(after, i, chunk), _where(after, self.borders[i], first)
             end = _where(after, self.borders[i + 1], end)
         return tile, chunk, tile * self.steps + first, tile * self.steps + end
+
+    def chunks_between(self, tile: Any, start: Any, stop: Any) -> tuple[Any, Any]:
+        """The first of a tile's chunks in a stretch that begins and ends with chunks, and one past the last."""
+        first, end = tile * 0, tile * 0 + 1
+        for border in self.borders[1:-1]:
+            first += _where(start - tile * self.steps >= border, 1, 0)
+            end += _where(stop - tile * self.steps > border, 1, 0)
+        return first, end
+
+    def chunk_border(self, tile: Any, chunk: Any) -> Any:
+        """Where a tile's chunk begins on the line; of the number of chunks, where the last one ends."""
+        at = tile * self.steps
+        for i, (before, border) in enumerate(pairwise(self.borders)):
+            at += _where(chunk > i, border - before, 0)
+        return at
 
     @property
     def shares_chunks(self) -> bool:

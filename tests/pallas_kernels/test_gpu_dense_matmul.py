@@ -27,6 +27,11 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, int], dict[str, Any]]] = 
         dict(width=16),
         dict(num_sms=3, chunks=2, residual=True),
     ),
+    "chunks added up on the way": (
+        (24, 192, 384),
+        dict(width=8),
+        dict(num_sms=5, chunks=3, residual=True),
+    ),
     "gated, two tiles of tokens": ((9, 256, 128), dict(width=8), dict(num_sms=2, chunks=1, gated=True)),
     "shared rows, float32": (
         (16, 192, 128),
@@ -86,6 +91,12 @@ def test_stretches_are_even_and_chunks_are_the_shapes() -> None:
             traced = [int(line.border(jnp.int32(worker))) for worker in range(workers + 1)]
             assert traced == cuts
             assert line.shares_chunks == any(cut % line.steps not in borders for cut in cuts)
+    folding = Line.shared_by(5, jnp.int32(6), (0, 5, 10, 16), hand_over=False, folds=True)
+    cuts = [int(folding.border(jnp.int32(worker))) for worker in range(8)]
+    assert cuts == [0, 21, 37, 58, 74, 96, 96, 96]
+    tile, start, stop = jnp.int32(1), jnp.int32(21), jnp.int32(32)
+    assert [int(each) for each in folding.chunks_between(tile, start, stop)] == [1, 3]
+    assert [int(folding.chunk_border(tile, chunk)) for chunk in range(4)] == [16, 21, 26, 32]
     line = Line(4, (0, 5, 10, 16), 3, 2)
     for last in range(4 * 16):
         tile, chunk, first, end = (int(each) for each in line.chunk_of(jnp.int32(last)))
@@ -132,6 +143,7 @@ def test_it_lowers() -> None:
         lowered(8, 128256, 4096, out_dtype=jnp.float32),
         lowered(64, 4096, 4096, Config(64, cluster=2)),
         lowered(8, 4096, 1024, Config(8, consumers=1)),
+        lowered(500, 4096, 14336, residual=True),
         lowered(8, 6144, 4096, Config(8, ahead=2), ahead=(28672, 4096)),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
@@ -144,7 +156,8 @@ def test_what_cannot_run_is_refused() -> None:
     from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, _tuning, supported, tuned
 
     for entry in _tuning()["tables"]:
-        assert tuned(entry["rows"] or 100_000).width == entry["width"]
+        chunked = entry.get("chunked", False)
+        assert tuned(entry["rows"] or 100_000, chunked=chunked).width == entry["width"]
     wrong = [
         dict(width=12), dict(width=264), dict(width=72), dict(width=8, cluster=2), dict(width=64, cluster=3),
         dict(width=8, step=96), dict(width=8, stages=1), dict(width=256, stages=5),
