@@ -11,6 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear, split_linear
 from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
+from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import KVCache, scale_in, scale_out
 
@@ -86,6 +87,7 @@ class Attention(nnx.Module):
         plan: Any = None,
         kv_scales: jax.Array | None = None,
         residual: jax.Array | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Attend, with this device's heads.
 
@@ -97,6 +99,7 @@ class Attention(nnx.Module):
             plan: the backend's, for this step and these options.
             kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
             residual: added to the result, of its shape.
+            ahead: the product that comes next.
 
         Returns:
             ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
@@ -104,7 +107,7 @@ class Attention(nnx.Module):
         num_tokens = x.shape[0]
         qkv = linear(
             x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first,
-            kernel=self.context.dense_matmul,
+            kernel=self.context.dense_matmul, ahead=Ahead(self.out[...]),
         )  # fmt: skip
         qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
@@ -120,5 +123,5 @@ class Attention(nnx.Module):
         if kv_scales is not None:
             attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
-        out = split_linear(attended, self.out[...], value_of(self.out_bias), self.context, residual)
+        out = split_linear(attended, self.out[...], value_of(self.out_bias), self.context, residual, ahead)
         return out, kv_cache

@@ -22,6 +22,7 @@ from jaxserve.layers.norm import StackedNormWeights
 from jaxserve.layers.params import LayerContext
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.all_reduce.peers import current_peers, reaching
+from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import KVCache
 
@@ -99,6 +100,7 @@ class DecoderLayer(nnx.Module):
         metadata: AttentionMetadata,
         plan: Any,
         kv_scales: jax.Array | None,
+        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, KVCache, jax.Array | None]:
         """The residual stream, the updated cache and, of a layer with experts, int32 [E]: the tokens that each got.
 
@@ -106,13 +108,15 @@ class DecoderLayer(nnx.Module):
             hidden: the residual stream, [T, M]; where tokens are shared, this device's of them.
             norm_weights: [M] each, of the norms before attention and before the feed-forward.
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
+            ahead: the next layer's first product.
         """
         context, num_tokens = self.attention.context, metadata.positions.shape[0]
         normal = context.gather_tokens(self._normal(hidden, norm_weights[0]), num_tokens)
-        hidden, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales, hidden)
+        between = None if isinstance(self.mlp, MoE) else self.mlp.first_product()
+        hidden, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales, hidden, between)
         normal = context.gather_tokens(self._normal(hidden, norm_weights[1]), num_tokens)
         if not isinstance(self.mlp, MoE):
-            return self.mlp(normal, hidden), kv_cache, None
+            return self.mlp(normal, hidden, ahead), kv_cache, None
         live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
         update, load = self.mlp(normal, live)
         return hidden + update, kv_cache, load
@@ -210,12 +214,21 @@ class Decoder(nnx.Module):
             norms = self.attention_norm.of(i), self.mlp_norm.of(i)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            arguments = hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales
+            arguments = hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
             hidden, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
         normal = self.context.rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
         return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches, loads
+
+    def _after(self, layer: int) -> Ahead | None:
+        """The product after a layer, where a kernel likes to know.
+
+        After the last one it is said to be the first layer's, so that all layers are traced as one.
+        """
+        following = self.layers[(layer + 1) % len(self.layers)].attention
+        known = self.context.dense_matmul is not None and isinstance(following, Attention)
+        return Ahead(following.qkv[...]) if known else None
 
     def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:
         """The backend's plan of this step, once for all layers with equal options."""

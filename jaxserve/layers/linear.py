@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.layers.params import LayerContext
-from pallas_kernels.dense_matmul.dispatch import DenseMatmul
+from pallas_kernels.dense_matmul.dispatch import Ahead, DenseMatmul
 
 WEIGHT_FIRST_TOKENS = 64
 """Up to so many tokens a CPU multiplies faster with the weight on the left: 12 to 30 % of such a product."""
@@ -32,31 +32,33 @@ def contract(
 
 def linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, weight_first: bool = False,
-    kernel: DenseMatmul | None = None,
+    kernel: DenseMatmul | None = None, ahead: Ahead | None = None,
 ) -> jax.Array:  # fmt: skip
-    """``contract`` plus a bias [N], rounded to x's type once.
+    """``contract`` plus a bias [N], rounded to x's type once. ``ahead`` is the product that comes next, for the kernel.
 
     Without a bias the product itself returns x's type: the devices accumulate in float32 all the same, and
     a float32 result that is rounded afterwards costs an H200 8 % of a step (it is written out), and tensor
     parallelism twice the traffic.
     """
     if bias is None:
-        return _product(x, weight, x.dtype, weight_first, kernel)
-    y = _product(x, weight, jnp.float32, weight_first, kernel)
+        return _product(x, weight, x.dtype, weight_first, kernel, ahead)
+    y = _product(x, weight, jnp.float32, weight_first, kernel, ahead)
     return (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def gated_linear(x: jax.Array, weight: jax.Array, context: LayerContext) -> jax.Array | None:
+def gated_linear(
+    x: jax.Array, weight: jax.Array, context: LayerContext, ahead: Ahead | None = None
+) -> jax.Array | None:
     """silu(gate) * up, [T, F], of a weight [2 F, M], gate's rows first; None where no kernel does all of that."""
     kernel = context.dense_matmul
     if kernel is None or not _computes(kernel, x, weight, gated=True):
         return None
-    return kernel(x, weight, gated=True)
+    return kernel(x, weight, gated=True, ahead=ahead)
 
 
 def split_linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, context: LayerContext,
-    residual: jax.Array | None = None,
+    residual: jax.Array | None = None, ahead: Ahead | None = None,
 ) -> jax.Array:  # fmt: skip
     """``linear`` where each tensor-parallel device holds a part of M: their partial results are added up.
 
@@ -66,16 +68,19 @@ def split_linear(
         bias: [N], whole.
         context: says how they exchange them (``LayerContext.reduce_tokens``).
         residual: added to all of that, of the result's shape.
+        ahead: the product that comes next, for the kernel.
     """
     kernel = context.dense_matmul
     if context.tensor_parallel_size == 1:
         fused = bias is None and residual is not None and kernel is not None
         if fused and _computes(kernel, x, weight):
-            return kernel(x, weight, residual=residual)
-        y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel)
+            return kernel(x, weight, residual=residual, ahead=ahead)
+        y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return y if residual is None else residual + y
-    y = context.reduce_tokens(linear(x, weight, weight_first=context.weight_first, kernel=kernel))
-    y = y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
+    if bias is None:
+        return context.reduce_tokens(y, residual)
+    y = (context.reduce_tokens(y).astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
     return y if residual is None else residual + y
 
 
@@ -86,11 +91,12 @@ def _computes(kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bo
 
 
 def _product(
-    x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool, kernel: DenseMatmul | None
-) -> jax.Array:
+    x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool, kernel: DenseMatmul | None,
+    ahead: Ahead | None = None,
+) -> jax.Array:  # fmt: skip
     """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise."""
     if kernel is not None and _computes(kernel, x, weight):
-        return kernel(x, weight, out_dtype=jnp.dtype(result))
+        return kernel(x, weight, out_dtype=jnp.dtype(result), ahead=ahead)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     if weight_first and 1 < x.shape[0] <= WEIGHT_FIRST_TOKENS:
         y = jnp.einsum("nm,tm->nt", weight, x, precision=precision, preferred_element_type=result)

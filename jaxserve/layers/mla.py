@@ -19,6 +19,7 @@ from jaxserve.layers.linear import linear, split_linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext, value_of
 from jaxserve.layers.rope import RopeAngles
+from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 
 LATENT_NORM_EPS = 1e-6
@@ -104,6 +105,7 @@ class LatentAttention(nnx.Module):
         plan: Any = None,
         kv_scales: jax.Array | None = None,
         residual: jax.Array | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend, with this device's heads.
 
@@ -114,6 +116,7 @@ class LatentAttention(nnx.Module):
             metadata: the step's batch.
             plan, kv_scales: None; what other layers' attention takes.
             residual: added to the result, of its shape.
+            ahead: the product that comes next.
 
         Returns:
             ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
@@ -128,7 +131,7 @@ class LatentAttention(nnx.Module):
         )  # fmt: skip
         values = per_head(attended, up[:, config.nope_size :], transposed=True)
         values = values.reshape(num_tokens, -1)
-        out = split_linear(values, self.out[...], value_of(self.out_bias), self.context, residual)
+        out = split_linear(values, self.out[...], value_of(self.out_bias), self.context, residual, ahead)
         return out, kv_cache
 
     def _queries(self, x: jax.Array, k_up: jax.Array, rope: RopeAngles) -> jax.Array:

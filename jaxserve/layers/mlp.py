@@ -9,6 +9,7 @@ from flax import nnx
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import gated_linear, linear, split_linear
 from jaxserve.layers.params import LayerContext, value_of
+from pallas_kernels.dense_matmul.dispatch import Ahead
 
 
 def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
@@ -34,20 +35,30 @@ class GatedMLP(nnx.Module):
         self.down_bias = context.param((hidden_size,), ("embed",), scale=0.0) if bias else None
         self.context = context
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared, added to ``residual``."""
+    def __call__(
+        self, x: jax.Array, residual: jax.Array | None = None, ahead: Ahead | None = None
+    ) -> jax.Array:
+        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared, added to ``residual``.
+
+        ``ahead`` is the product that comes after this layer.
+        """
         return split_linear(
-            self.activated(x), self.down[...], value_of(self.down_bias), self.context, residual
+            self.activated(x), self.down[...], value_of(self.down_bias), self.context, residual, ahead
         )
+
+    def first_product(self) -> Ahead | None:
+        """What is multiplied first."""
+        return Ahead(self.gate_up[...].reshape(-1, self.gate_up[...].shape[-1]), self.gate_up_bias is None)
 
     def activated(self, x: jax.Array) -> jax.Array:
         """[T, M] to silu(gate) * up, [T, F / devices]."""
         bias, weight = value_of(self.gate_up_bias), self.gate_up[...].reshape(-1, x.shape[1])
-        if bias is None and (activated := gated_linear(x, weight, self.context)) is not None:
+        ahead = Ahead(self.down[...])
+        if bias is None and (activated := gated_linear(x, weight, self.context, ahead)) is not None:
             return activated
         gate_up = linear(
             x, weight, None if bias is None else bias.reshape(-1), weight_first=self.context.weight_first,
-            kernel=self.context.dense_matmul,
+            kernel=self.context.dense_matmul, ahead=ahead,
         )  # fmt: skip
         halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
         return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(x.dtype)
