@@ -84,26 +84,31 @@ class LayerContext:
         spec = ParamSpec(shape, self.dtype if dtype is None else dtype, axes, scale, mean)
         return cast(nnx.Param[jax.Array], nnx.Param(spec.abstract(), spec=spec))
 
-    def all_reduce(self, partial: jax.Array, *, meet: bool = False) -> jax.Array:
+    def all_reduce(
+        self, partial: jax.Array, residual: jax.Array | None = None, *, meet: bool = False
+    ) -> jax.Array:
         """The sum of the tensor-parallel devices' partial results.
 
         Args:
             partial: this device's.
+            residual: added to the sum, which is rounded before.
             meet: by the platform's collective in any case. A program of ours has one at least: then the runtime lets
                 no device begin before all have loaded their kernels, which may wait for one that runs already.
         """
-        if self.tensor_parallel_size == 1:
-            return partial
-        kernel = None if meet else self.peer_all_reduce
+        kernel = None if meet or self.tensor_parallel_size == 1 else self.peer_all_reduce
         if kernel is not None and kernel.why_not(partial.shape, partial.dtype) is None:
-            return kernel(partial, current_peers())
-        return lax.psum(partial, TENSOR_AXIS)
+            return kernel(partial, current_peers(), residual)
+        total = partial if self.tensor_parallel_size == 1 else lax.psum(partial, TENSOR_AXIS)
+        return total if residual is None else residual + total
 
-    def reduce_tokens(self, partial: jax.Array, *, meet: bool = False) -> jax.Array:
+    def reduce_tokens(
+        self, partial: jax.Array, residual: jax.Array | None = None, *, meet: bool = False
+    ) -> jax.Array:
         """``all_reduce`` of [T, M]; where tokens are shared, each device keeps its own: [T / devices, M]."""
         if not self._shares(partial.shape[0]):
-            return self.all_reduce(partial, meet=meet)
-        return lax.psum_scatter(partial, TENSOR_AXIS, scatter_dimension=0, tiled=True)
+            return self.all_reduce(partial, residual, meet=meet)
+        total = lax.psum_scatter(partial, TENSOR_AXIS, scatter_dimension=0, tiled=True)
+        return total if residual is None else residual + total
 
     def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
         """All T tokens of what ``reduce_tokens`` left: [T, M]."""

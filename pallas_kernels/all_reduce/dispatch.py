@@ -31,16 +31,19 @@ class AllReduce(Protocol):
         """Why arrays of that shape are left to the platform's collective; None: they are not."""
         ...
 
-    def __call__(self, partial: jax.Array, peers: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None = None
+    ) -> jax.Array:
         """Add up.
 
         Args:
             partial: [T, M], this device's.
             peers: int32[1 + 2 * num_devices], of ``peers.current_peers``.
+            residual: [T, M], the same on all devices, added to the rounded sum.
 
         Returns:
             [T, M]: the devices' results added in their order in float32, rounded once: the same bits on all devices,
-            and of a row whatever the number of rows.
+            and of a row whatever the number of rows. With a residual that sum is rounded again.
         """
         ...
 

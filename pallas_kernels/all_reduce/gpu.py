@@ -72,16 +72,19 @@ class GpuAllReduce:
             return f"{size} bytes: it takes multiples of {VECTOR}"
         return None
 
-    def __call__(self, partial: jax.Array, peers: jax.Array | None) -> jax.Array:
-        """The sum of the devices' [T, M], added in their order in float32 and rounded once.
+    def __call__(
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """The sum of the devices' [T, M], added in their order in float32 and rounded; then, rounded again, a residual.
 
         Args:
             partial: this device's.
+            residual: the same on all devices, of the same shape and type.
             peers: int32[1 + 2 * num_devices]: this device's place among them, and low and high half of the address
                 of each one's workspace (``workspace.Workspaces.peers``).
 
         Raises:
-            ValueError: of ``why_not``, or peers of another number.
+            ValueError: of ``why_not``, peers of another number, a residual of another shape.
         """
         if (why := self.why_not(partial.shape, partial.dtype)) is not None:
             raise ValueError(f"This all-reduce cannot take {why}.")
@@ -89,46 +92,53 @@ class GpuAllReduce:
             raise ValueError("This all-reduce has no table of peers: trace the program in `reaching(peers)`.")
         if peers.shape != (1 + 2 * self.num_devices,):
             raise ValueError(f"peers is of shape {peers.shape}, not {(1 + 2 * self.num_devices,)}.")
+        if residual is not None and (residual.shape, residual.dtype) != (partial.shape, partial.dtype):
+            raise ValueError(
+                f"The residual is {residual.dtype}{residual.shape}, what it is added to {partial.dtype}{partial.shape}."
+            )
         size = partial.size * partial.dtype.itemsize
         count = next((count for most, count in self.blocks if size <= most), self.blocks[-1][1])
-        return _all_reduce(partial, peers, self.num_devices, self.capacity, count)
+        return _all_reduce(partial, peers, residual, self.num_devices, self.capacity, count)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _all_reduce(
-    partial: jax.Array, peers: jax.Array, num_devices: int, capacity: int, num_ctas: int
-) -> jax.Array:
+    partial: jax.Array, peers: jax.Array, residual: jax.Array | None, num_devices: int, capacity: int, num_ctas: int
+) -> jax.Array:  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def all_reduce(partial, peers, num_vectors, out):
-        _emit(partial, peers, num_vectors, out, num_devices, capacity, num_ctas)
+    def all_reduce(partial, peers, num_vectors, *arrays):
+        _emit(partial, peers, num_vectors, *arrays, sizes=(num_devices, capacity, num_ctas))
 
     build = functools.partial(
         plgpu.kernel, all_reduce, grid=(num_ctas,), grid_names=("cta",), kernel_name="all_reduce"
     )
     vectors = jnp.full((1,), partial.size * partial.dtype.itemsize // VECTOR, jnp.int32)
+    extra = [] if residual is None else [residual]
     (out,) = launch(
         lambda out_type: build(out_type=out_type), ("all_reduce", num_devices, capacity, num_ctas),
-        [partial, peers, vectors], [], (jax.ShapeDtypeStruct(partial.shape, partial.dtype),), batched=[0, 3],
+        [partial, peers, vectors, *extra], [], (jax.ShapeDtypeStruct(partial.shape, partial.dtype),),
+        batched=[0, *range(3, 4 + len(extra))],
     )  # fmt: skip
     return out
 
 
-def _emit(
-    partial: Any, peers: Any, num_vectors: Any, out: Any, num_devices: int, capacity: int, num_ctas: int
-) -> None:
-    """The kernel's body, of references in global memory."""
+def _emit(partial: Any, peers: Any, num_vectors: Any, *arrays: Any, sizes: tuple[int, int, int]) -> None:
+    """The kernel's body, of references in global memory; ``arrays`` are the residual, if there is one, and the sum."""
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, gpu, scf
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
-    def body(ctx: Any, partial: Any, peers: Any, num_vectors: Any, out: Any) -> None:
+    num_devices, capacity, num_ctas = sizes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (3 + len(arrays)))
+    def body(ctx: Any, partial: Any, peers: Any, num_vectors: Any, *arrays: Any) -> None:
         del ctx
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         element = ir.MemRefType(partial.type).element_type
-        table, source, result = (utils.memref_ptr(each) for each in (peers, partial, out))
+        table, source = utils.memref_ptr(peers), utils.memref_ptr(partial)
+        *residual, result = (utils.memref_ptr(each) for each in arrays)
         cta = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
         thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
         count = _load(utils.memref_ptr(num_vectors))
@@ -161,15 +171,18 @@ def _emit(
         with ir.InsertionPoint(loop.body):
             at = _bytes(loop.induction_variable)
             mine = _load_vector(_offset(source, at))
+            more = [_load_vector(_offset(each, at)) for each in residual]
             total = None
             for peer in range(num_devices):
                 value = _widen(_receive(_offset(received[peer], at), mine, here[peer]), element)
                 total = value if total is None else arith.addf(total, value)
+            for each in more:
+                total = arith.addf(_widen(each, element), _widen(_narrow(total, element), element))
             _store_vector(_offset(result, at), _narrow(total, element))
             scf.yield_([])
         _store_counters(own, cta, thread, arith.addi(calls, _i32(1)), num_ctas)
 
-    body(partial, peers, num_vectors, out)
+    body(partial, peers, num_vectors, *arrays)
 
 
 def _i32(value: int) -> Any:

@@ -36,11 +36,14 @@ class PortableSum:
     def why_not(self, shape: tuple[int, ...], dtype: object) -> str | None:
         return None if shape[0] <= FEW else "many tokens"
 
-    def __call__(self, partial: jax.Array, peers: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None = None
+    ) -> jax.Array:
         assert peers is not None
         mine = peers[0] == jax.lax.axis_index("model")
         group = peers[1] == jax.lax.axis_index("data")
-        return jnp.where(mine & group, jax.lax.psum(partial, "model"), jnp.nan)
+        total = jax.lax.psum(partial, "model")
+        return jnp.where(mine & group, total if residual is None else residual + total, jnp.nan)
 
 
 def table(num_ranks: int) -> np.ndarray:

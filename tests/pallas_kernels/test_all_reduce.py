@@ -75,6 +75,8 @@ def test_refuses_what_it_cannot_add() -> None:
         add(x, None)
     with pytest.raises(ValueError, match=r"shape \(9,\), not \(5,\)"):
         add(x, jnp.zeros(9, jnp.int32))
+    with pytest.raises(ValueError, match=r"residual is bfloat16\(1, 512\)"):
+        add(x, jnp.zeros(5, jnp.int32), x[:1])
     for wrong in ((1, 4096, ((1, 16),)), (2, 100, ((1, 16),)), (2, 4096, ((1, 2),)), (2, 4096, ())):
         with pytest.raises(ValueError):
             GpuAllReduce(*wrong)

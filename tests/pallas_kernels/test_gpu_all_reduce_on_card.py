@@ -86,11 +86,21 @@ def test_equals_the_oracle_and_nccl_for_any_number_of_rows(devices: Devices, dty
     rng = np.random.default_rng(0)
     parts = rng.standard_normal((devices.count, MOST_ROWS, WIDTH), np.float32).astype(jnp.dtype(dtype))
     expected = bits(in_order(parts))
-    program = devices.jit(lambda peers, x: (devices.add(x, peers), lax.psum(x.astype(jnp.float32), "model")))
+    residual = rng.standard_normal(parts.shape[1:], np.float32).astype(parts.dtype)
+    onto = bits((residual.astype(np.float32) + in_order(parts).astype(np.float32)).astype(parts.dtype))
+
+    def sums(peers: jax.Array, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+        total = devices.add(x, peers)
+        more = devices.add(x, peers, residual + total[0, 0] * 0)  # one after the other
+        return total, more, lax.psum(x.astype(jnp.float32), "model")
+
+    program = devices.jit(sums)
     for rows in (1, 2, 3, 8, 17, 64, 255, 512):
-        found, nccl = program(devices.put(parts[:, :rows]))
+        same = np.stack([residual[:rows]] * devices.count)
+        found, more, nccl = program(devices.put(parts[:, :rows]), devices.put(same))
         for device in range(devices.count):
             np.testing.assert_array_equal(bits(found)[device], expected[:rows])
+            np.testing.assert_array_equal(bits(more)[device], onto[:rows])
         error = np.abs(np.asarray(found, np.float32) - np.asarray(nccl))
         assert (error <= 2.0**-7 * np.abs(np.asarray(nccl)) + 1e-6).all()
 
