@@ -44,6 +44,8 @@ MOST_FOLDED = 128
 SHARED_MEMORY = 232_448
 """Bytes of one CTA."""
 DTYPES = ("bfloat16", "float16")
+MANY = 4096
+"""Counters come in so many, which will do for all kernels with few tokens."""
 FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 124, 8, 256
 """Chunks are made until there are so many tiles of them, up to so many and no shorter than that."""
 
@@ -200,7 +202,9 @@ def dense_matmul(
         case = replace(case, next=following)
     # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
     # knew: kernels of a program follow one another, so that all of them may use the same.
-    counters = jnp.zeros(case.num_handed + case.num_sums(token_tiles), jnp.int32)
+    # They have one size, so that all of a program's are one array.
+    num_counters = case.num_handed + case.num_sums(token_tiles)
+    counters = jnp.zeros(pl.cdiv(num_counters, MANY) * MANY, jnp.int32)
     operands, refs = [x, weight] + ([residual] if residual is not None else []), []
     batched = [0] + ([2] if residual is not None else [])
     if case.many_tokens:
