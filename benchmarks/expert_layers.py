@@ -2,6 +2,7 @@
 
     python benchmarks/expert_layers.py                      # everything, about two minutes
     python benchmarks/expert_layers.py --parts layers --tokens 1 8
+    python benchmarks/expert_layers.py --both               # one kernel instead of the two for few tokens
 
 Parts, each of which prints lines as it goes:
 
@@ -36,6 +37,10 @@ GATE_UP = {
 DOWN = {
     "few": [(2, 1, 128, 6), (1, 1, 128, 8), (1, 1, 256, 5), (2, 1, 256, 3), (2, 2, 128, 3), (1, 2, 128, 6)],
     "many": [(2, 1, 128, 4), (2, 1, 64, 8), (2, 2, 64, 5), (1, 2, 128, 4), (2, 2, 128, 2)],
+}
+BOTH = {
+    "few": [(1, 1, 128, 6), (1, 1, 64, 12), (1, 1, 256, 3), (2, 1, 128, 3), (2, 1, 64, 6)],
+    "many": [(1, 1, 128, 4), (1, 1, 64, 8), (2, 1, 64, 5), (2, 1, 128, 2)],
 }
 """Configurations tried (consumers, blocks, step, stages), for up to 16 tokens and for more."""
 
@@ -76,7 +81,7 @@ def check(args: argparse.Namespace) -> None:
 
     experts, ffn, hidden = 64, 256, 512
     gate_up, down = random(1, experts, 2, ffn, hidden), random(2, experts, hidden, ffn)
-    kernel = GpuFewTokens()
+    kernel = GpuFewTokens(configs=both_config(8) if args.both else None)
     for tokens, rule in itertools.product(
         (1, 3, 8, 20, 33, 64), (Rule(8, renormalize=True), Rule(2, sigmoid=True))
     ):
@@ -108,17 +113,18 @@ def sweep(args: argparse.Namespace) -> None:
         random(1, EXPERTS, 2, FFN, HIDDEN, scale=0.02),
         random(2, EXPERTS, HIDDEN, FFN, scale=0.02),
     )
-    for tokens in (n for n in args.tokens if n <= 128):
+    for tokens in (n for n in args.tokens if n <= 64):
         x, live = random(3, tokens, HIDDEN), np.ones(tokens, bool)
         logits = [random(n, tokens, EXPERTS).astype("float32") for n in range(LAYERS)]
         used = np.mean([len(np.unique(np.argsort(-np.asarray(each))[:, :TOP_K])) for each in logits])
         which = "few" if tokens <= 16 else "many"
-        pairs = itertools.zip_longest(GATE_UP[which], DOWN[which])
-        for first, second in pairs:
-            configs = tuple(
-                FewConfig(*each) for each in (first or GATE_UP[which][0], second or DOWN[which][0])
-            )
-            kernel = GpuFewTokens(configs=configs)
+        tried = [(each,) for each in BOTH[which]]
+        if not args.both:
+            pairs = itertools.zip_longest(GATE_UP[which], DOWN[which])
+            tried = [(first or GATE_UP[which][0], second or DOWN[which][0]) for first, second in pairs]
+        for sizes in tried:
+            configs = tuple(FewConfig(*each) for each in sizes)
+            kernel = GpuFewTokens(configs=configs if configs[1:] else configs[0])
 
             def run(logits, x, gate_up, down, kernel=kernel, live=live):
                 rule = Rule(TOP_K, renormalize=True)
@@ -127,18 +133,14 @@ def sweep(args: argparse.Namespace) -> None:
             try:
                 runs = profile(Plain(jax), functools.partial(jax.jit(run), logits, x, gate_up, down))
             except Exception as error:
-                print(f"sweep {tokens:4} tokens {first} {second}: {str(error)[:150]}", flush=True)
+                print(f"sweep {tokens:4} tokens {sizes}: {str(error)[:150]}", flush=True)
                 continue
-            us = {
-                name: time_of(runs, name) / LAYERS for name in ("choose", "experts_gate_up", "experts_down")
-            }
-            moved = [used * FFN * HIDDEN * 2 * halves / 1e6 for halves in (2, 1)]
-            print(
-                f"sweep {tokens:4} tokens  choose {us['choose']:5.1f} us"
-                f"  gate_up {first}: {us['experts_gate_up']:6.1f} us {moved[0] / us['experts_gate_up']:.2f} TB/s"
-                f"  down {second}: {us['experts_down']:6.1f} us {moved[1] / us['experts_down']:.2f} TB/s",
-                flush=True,
-            )
+            line = f"sweep {tokens:4} tokens  choose {time_of(runs, 'choose') / LAYERS:5.1f} us"
+            names = {"experts_gate_up": 2, "experts_down": 1} if sizes[1:] else {"experts_both": 3}
+            for size, (name, halves) in zip(sizes, names.items(), strict=True):
+                us, moved = time_of(runs, name) / LAYERS, used * FFN * HIDDEN * 2 * halves / 1e6
+                line += f"  {name[8:]} {size}: {us:6.1f} us {moved / us:.2f} TB/s"
+            print(line, flush=True)
 
 
 class Plain:
@@ -158,8 +160,9 @@ def layers(args: argparse.Namespace) -> None:
     import jax.numpy as jnp
     from kernels import profile
 
-    program, weights = moe_layers(args.sorted)
+    weights = None
     for tokens in args.tokens:
+        program, weights = moe_layers(args.sorted, both_config(tokens) if args.both else None, weights)
         call = functools.partial(jax.jit(program), weights, random(5, tokens, HIDDEN), jnp.ones(tokens, bool))
         began = time.perf_counter()
         jax.block_until_ready(call())
@@ -179,8 +182,15 @@ def layers(args: argparse.Namespace) -> None:
             print(f"    {us:7.1f} us  {counts[name] / LAYERS:4.1f} x  {name[:80]}", flush=True)
 
 
-def moe_layers(sort: bool) -> tuple[Any, Any]:
-    """(weights, tokens, live) to tokens after four layers, and the weights."""
+def both_config(tokens: int) -> Any:
+    """Of the one kernel; what does not fit into shared memory is cut off."""
+    from pallas_kernels.grouped_matmul.gpu_few import FewConfig
+
+    return FewConfig(*BOTH["few" if tokens <= 16 else "many"][0])
+
+
+def moe_layers(sort: bool, few_configs: Any = None, weights: Any = None) -> tuple[Any, Any]:
+    """(weights, tokens, live) to tokens after four layers, and the weights, unless there are some."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -196,14 +206,14 @@ def moe_layers(sort: bool) -> tuple[Any, Any]:
     context = LayerContext(
         np.dtype(jnp.bfloat16),
         BlockedBackend(),
-        grouped_matmul=WhereItCan(GpuGroupedMatmul()),
+        grouped_matmul=WhereItCan(GpuGroupedMatmul(few_configs=few_configs)),
         batch_invariant=sort,
     )
     config = MoEConfig(RouterConfig(EXPERTS, TOP_K, renormalize=True), FFN)
     graphdef, state = nnx.split(MoE(HIDDEN, config, context))
     leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     shapes = [leaf.get_metadata()["spec"].shape for leaf in leaves]
-    weights = [
+    weights = weights or [
         [random(LAYERS * i + layer, *shape, scale=0.02) for i, shape in enumerate(shapes)]
         for layer in range(LAYERS)
     ]

@@ -39,11 +39,13 @@ class Chosen:
         weights: float32 [E, C], C >= T: a token's weight at an expert; zero where it did not choose it.
         used: int32 [E], the experts that any token chose, ascending; what follows them is in range and meaningless.
         up_to: int32 [E], how many of the experts 0 to e any token chose.
+        zero: int32 [E] zeros: a fresh array, for a kernel that counts in it.
     """
 
     weights: jax.Array
     used: jax.Array
     up_to: jax.Array
+    zero: jax.Array
 
     @classmethod
     def of(cls, weights: jax.Array, experts: jax.Array, num_experts: int) -> Chosen:
@@ -62,7 +64,7 @@ class Chosen:
         in_use = jnp.any(is_it, axis=(1, 2))
         up_to = jnp.sum(in_use & (numbers <= numbers[:, None]), axis=1, dtype=jnp.int32)
         used = jnp.sum(up_to <= numbers[:, None], axis=1, dtype=jnp.int32)
-        return cls(weights, jnp.minimum(used, num_experts - 1), up_to)
+        return cls(weights, jnp.minimum(used, num_experts - 1), up_to, jnp.zeros_like(up_to))
 
 
 def choose(logits: jax.Array, live: jax.Array, rule: Rule) -> tuple[Chosen, jax.Array]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
@@ -238,7 +238,15 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             group, first, begin, end, width = (items[row, field] for field in FIELDS)
             first = pl.multiple_of(first, ALIGNED)
             steps = jnp.where(group < case.num_groups, num_steps, 0)
-            return group, first, begin, end, width, lax.rem(index, case.output_tiles) * case.tile_outputs, steps
+            return (
+                group,
+                first,
+                begin,
+                end,
+                width,
+                lax.rem(index, case.output_tiles) * case.tile_outputs,
+                steps,
+            )
 
         def output_blocks(tile, consumer):
             """For each block of 64 outputs: its number in the tile, its first output, whether there is such a one."""
@@ -373,7 +381,9 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     room = [plgpu.ACC((ROWS, width), jnp.float32)] * products
                     results = pl.run_scoped(sums_of, *room)
                     if case.halves == 2:
-                        results = [silu(gate) * up for gate, up in zip(results[::2], results[1::2], strict=True)]
+                        results = [
+                            silu(gate) * up for gate, up in zip(results[::2], results[1::2], strict=True)
+                        ]
                     for (_, output, exists), result in zip(
                         output_blocks(tile, warpgroup), results, strict=True
                     ):
@@ -398,17 +408,19 @@ class GpuGroupedMatmul:
         num_sms: multiprocessors to fill; None asks the first device.
         config: instead of the tuning table's.
         interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
+        few_configs: of the kernels for few tokens, instead of the tuning table's.
     """
 
     num_sms: int | None = None
     config: Config | None = None
     interpret: Any = None
+    few_configs: tuple[FewConfig, FewConfig] | FewConfig | None = None
     name = "mosaic_gpu"
 
     @property
     def few(self) -> GpuFewTokens:
         """What takes few tokens' experts as a whole."""
-        return GpuFewTokens(self.num_sms, interpret=self.interpret)
+        return GpuFewTokens(self.num_sms, self.few_configs, self.interpret)
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""

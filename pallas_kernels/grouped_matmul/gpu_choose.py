@@ -70,16 +70,16 @@ def choose(
         interpret=interpret,
     )
     numbers = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-    out_types = [jax.ShapeDtypeStruct((num_experts, size), jnp.float32), numbers, numbers, numbers]
+    out_types = [jax.ShapeDtypeStruct((num_experts, size), jnp.float32), *[numbers] * 4]
     operands = [logits, live]
     if lines is not None:
         operands.append(x.reshape(lines))
         out_types.append(jax.ShapeDtypeStruct((padded, *lines[1:]), x.dtype))
-    weights, used, up_to, load, *rows = launch(
+    weights, used, up_to, load, zero, *rows = launch(
         lambda types: build(out_type=types), ("choose_experts", rule), operands, [], tuple(out_types),
         batched=[], interpret=interpret,
     )  # fmt: skip
-    return Chosen(weights, used, up_to), load, rows[0].reshape(padded, hidden_size) if rows else x
+    return Chosen(weights, used, up_to, zero), load, rows[0].reshape(padded, hidden_size) if rows else x
 
 
 def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) -> Any:
@@ -106,7 +106,7 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
 
     def choose_experts(logits, live_tokens, *refs, logits_s, up_to_s, full, x_s=None, x_full=None):
         x, refs = (refs[0], refs[1:]) if pads else (None, refs)
-        weights, used, up_to, load, *rows_out = refs
+        weights, used, up_to, load, zeros, *rows_out = refs
         if pads:
             plgpu.copy_gmem_to_smem(x, x_s, x_full)
         plgpu.copy_gmem_to_smem(logits, logits_s.at[pl.ds(0, num_tokens)], full)
@@ -142,6 +142,7 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
 
         tokens = jnp.sum(jnp.where(chosen, filled(1, jnp.int32), filled(0, jnp.int32)), axis=0)
         store(load, tokens)
+        store(zeros, tokens * 0)
         for first in range(0, num_experts, size):
             counted = (over_rows(tokens) > 0) & (expert <= row + first)
             sums = jnp.sum(jnp.where(counted, filled(1, jnp.int32), filled(0, jnp.int32)), axis=1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_matmul import gpu_choose
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store
+from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, fence_async, store
 
 ROWS = 64
 """Outputs of one instruction, and the elements of a swizzled line."""
@@ -111,7 +111,8 @@ class _Case:
 
     @property
     def grid(self) -> int:
-        return self.num_ctas if self.halves == 2 else self.output_tiles * self.splits
+        """CTAs: all may run at the same time."""
+        return max(self.num_ctas, self.output_tiles) if self.halves == 1 else self.num_ctas
 
 
 def gated_mlp(
@@ -120,7 +121,7 @@ def gated_mlp(
     down: jax.Array,
     chosen: Chosen,
     *,
-    configs: tuple[FewConfig, FewConfig],
+    configs: tuple[FewConfig, FewConfig] | FewConfig,
     num_sms: int,
     interpret: Any = None,
 ) -> jax.Array:
@@ -131,53 +132,101 @@ def gated_mlp(
         gate_up: [E, 2, F, M] of the same type; F and M multiples of 64.
         down: [E, M, F].
         chosen: the experts.
-        configs: of the two kernels.
+        configs: of the two kernels, or of one that is both.
         num_sms: multiprocessors to fill.
     """
-    (num_tokens, hidden_size), (num_experts, _, ffn, _) = x.shape, gate_up.shape
+    num_tokens = x.shape[0]
     columns = -(-num_tokens // ALIGNED) * ALIGNED
     if columns != num_tokens:
         x = jnp.pad(x, ((0, columns - num_tokens), (0, 0)))
+    if isinstance(configs, FewConfig):
+        parts = _run_both(x, gate_up, down, chosen, configs, columns, num_sms, interpret)
+    else:
+        parts = _run_each(x, gate_up, down, chosen, configs, columns, num_sms, interpret)
+    # Added one by one, not as a reduction: so XLA makes it a part of what comes next.
+    return functools.reduce(jnp.add, [part[:num_tokens] for part in parts])
+
+
+def _run_each(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, chosen: Chosen, configs: tuple[FewConfig, FewConfig],
+    columns: int, num_sms: int, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """float32 [parts, C, M]."""
+    num_experts, _, ffn, hidden_size = gate_up.shape
     first = _Case(configs[0], columns, num_experts, 2, ffn, hidden_size, num_sms)
     second = _Case(configs[1], columns, num_experts, 1, hidden_size, ffn, num_sms)
-    out_type = jax.ShapeDtypeStruct((num_experts * columns, ffn), x.dtype)
     plan = [chosen.used, chosen.up_to]
-    operands = [*plan, x, chosen.weights, gate_up]
-    hidden = _run(first, "experts_gate_up", _gate_up_body, operands, out_type, interpret)
-    out_type = jax.ShapeDtypeStruct((second.splits, hidden_size, columns), jnp.float32)
-    parts = _run(second, "experts_down", _down_body, [*plan, hidden, down], out_type, interpret)
-    # Added one by one, not as a reduction: so XLA makes it a part of what comes next.
-    total = functools.reduce(jnp.add, [parts[i, :, :num_tokens] for i in range(second.splits)])
-    return total.T
+    body, out_type = (
+        _gate_up_body(first, x.dtype),
+        jax.ShapeDtypeStruct((num_experts * columns, ffn), x.dtype),
+    )
+    [hidden] = _run(
+        first, "experts_gate_up", body, [*plan, x, chosen.weights, gate_up], [], (out_type,), interpret
+    )
+    body, out_type = (
+        _down_body(second),
+        jax.ShapeDtypeStruct((second.splits, columns, hidden_size), jnp.float32),
+    )
+    [parts] = _run(second, "experts_down", body, [*plan, hidden, down], [], (out_type,), interpret)
+    return parts
+
+
+def _run_both(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, chosen: Chosen, config: FewConfig,
+    columns: int, num_sms: int, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """float32 [parts, C, M]."""
+    num_experts, _, ffn, hidden_size = gate_up.shape
+    first = _Case(config, columns, num_experts, 2, ffn, hidden_size, num_sms)
+    # As many products: the same shared memory and barriers serve both parts.
+    config = replace(config, blocks=2 * config.blocks)
+    second = _Case(config, columns, num_experts, 1, hidden_size, ffn, num_sms)
+    if (first.step, first.stages) != (second.step, second.stages):
+        raise ValueError(
+            f"a step of {config.step} does not divide {hidden_size} and {ffn}: take a smaller one"
+        )
+    if second.output_tiles > num_sms:
+        raise ValueError(
+            f"{second.output_tiles} tiles of outputs cannot all run on {num_sms} multiprocessors"
+        )
+    operands = [chosen.used, chosen.up_to, x, chosen.weights, gate_up, down]
+    out_types = (
+        jax.ShapeDtypeStruct((num_experts * columns, ffn), x.dtype),
+        jax.ShapeDtypeStruct((second.splits, columns, hidden_size), jnp.float32),
+    )
+    body = _both_body(first, second, x.dtype, alone=interpret is not None)
+    arrived = jax.new_ref(chosen.zero)
+    _, parts = _run(first, "experts_both", body, operands, [arrived], out_types, interpret)
+    return parts
 
 
 def _run(
-    case: _Case,
-    name: str,
-    body: Any,
-    operands: list[jax.Array],
-    out_type: jax.ShapeDtypeStruct,
-    interpret: Any,
-) -> jax.Array:
+    case: _Case, name: str, body: Any, operands: list[jax.Array], refs: list[Any],
+    out_types: tuple[jax.ShapeDtypeStruct, ...], interpret: Any,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    dtype = operands[2].dtype
+    dtype, warpgroups = operands[2].dtype, case.config.consumers + 1
+    counts = {}
+    if refs:
+        counts = dict(
+            count_s=plgpu.SMEM((warpgroups, 1), jnp.int32), ready=plgpu.Barrier(num_arrivals=warpgroups - 1)
+        )
     build = functools.partial(
         plgpu.kernel,
-        body(case, dtype),
+        body,
         grid=(case.grid,),
         grid_names=("cta",),
-        num_threads=case.config.consumers + 1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=_scratch(case, dtype),
+        scratch_types={**_scratch(case, dtype), **counts},
         kernel_name=name,
         interpret=interpret,
     )
-    [out] = launch(
-        lambda types: build(out_type=types), (name, case, dtype.name), operands, [], (out_type,),
+    return launch(
+        lambda types: build(out_type=types), (name, case, dtype.name), operands, refs, out_types,
         batched=[], interpret=interpret,
     )  # fmt: skip
-    return out
 
 
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
@@ -239,11 +288,11 @@ def _load_weights(case: _Case, source: Any, tile: Any, weights_s: Any, barrier: 
                     pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(barrier))
 
 
-def _multiply(case: _Case, refs: Any, first: Any, steps: Any, warpgroup: Any) -> list[jax.Array]:
+def _multiply(case: _Case, refs: dict[str, Any], first: Any, steps: Any, warpgroup: Any) -> list[jax.Array]:
     """Sums over steps ``first`` to ``first + steps`` of the ring: [64, columns] for each block and half."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    weights_s, tokens_s, full, free = refs
+    weights_s, tokens_s, full, free = (refs[name] for name in ("weights_s", "tokens_s", "full", "free"))
     products = case.config.blocks * case.halves
 
     def sums_of(*sums: Any) -> tuple[jax.Array, ...]:
@@ -276,130 +325,259 @@ def _drain(case: _Case, free: Any, done: Any) -> None:
         pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
-def _gate_up_body(case: _Case, dtype: Any) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+class _Phase:
+    """Refs and positions that the loops of a kernel share."""
 
-    consumers, columns = case.config.consumers, case.columns
-    column_layout = plgpu.Layout.WGMMA.reduce(0)
+    def __init__(self, case: _Case, used: Any, up_to: Any, refs: dict[str, Any]) -> None:
+        self.case, self.used, self.refs = case, used, refs
+        self.cta, self.warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        self.count = up_to[case.num_experts - 1]
 
-    def experts_gate_up(used, up_to, x, weights, gate_up, out, *, weights_s, tokens_s, out_s, full, free):
-        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        num_own = pl.cdiv(
-            jnp.maximum(up_to[case.num_experts - 1] * case.output_tiles - cta, 0), case.num_ctas
-        )
+    def inner_of(self, step: Any) -> Any:
+        return pl.ds(pl.multiple_of(step * self.case.step, self.case.step), self.case.step)
 
-        def item(i):
-            """The CTA's i-th item: place among the experts in use, and tile."""
-            index = cta + i * case.num_ctas
-            return lax.div(index, case.output_tiles), lax.rem(index, case.output_tiles)
+    def rows_of(self, place: Any) -> Any:
+        """The hidden values of an expert in use."""
+        return pl.ds(pl.multiple_of(place * self.case.columns, ALIGNED), self.case.columns)
 
-        @pl.when(warpgroup == consumers)
-        def _producer():
-            slot_of = _ring(case, free)
 
-            def one_item(i, _):
-                place, tile = item(i)
-                expert = used[place]
+class _GateUp(_Phase):
+    """Items are experts in use by tiles of their outputs; a CTA has every ``num_ctas``-th."""
 
-                def one_step(step, _):
-                    slot = slot_of(i * case.num_steps + step)
-                    inner = pl.ds(pl.multiple_of(step * case.step, case.step), case.step)
-                    plgpu.copy_gmem_to_smem(x.at[:, inner], tokens_s.at[slot], full.at[slot])
-                    _load_weights(
-                        case,
-                        lambda output, half: gate_up.at[expert, half, pl.ds(output, ROWS), inner],
-                        tile,
-                        weights_s.at[slot],
-                        full.at[slot],
-                    )
+    @property
+    def num_own(self) -> Any:
+        work = self.count * self.case.output_tiles
+        return pl.cdiv(jnp.maximum(work - self.cta, 0), self.case.num_ctas)
 
-                lax.fori_loop(0, case.num_steps, one_step, None)
+    @property
+    def num_steps(self) -> Any:
+        """Of the CTA."""
+        return self.num_own * self.case.num_steps
 
-            lax.fori_loop(0, num_own, one_item, None)
-            _drain(case, free, num_own * case.num_steps)
+    def item(self, i: Any) -> tuple[Any, Any]:
+        """The CTA's i-th item: place among the experts in use, and tile."""
+        index = self.cta + i * self.case.num_ctas
+        return lax.div(index, self.case.output_tiles), lax.rem(index, self.case.output_tiles)
 
-        @pl.when(warpgroup < consumers)
-        def _consumer():
-            def one_item(i, _):
-                place, tile = item(i)
-                scale = plgpu.load(
-                    weights.at[used[place], pl.ds(0, columns)], layout=column_layout, optimized=False
+    def load(self, x: Any, gate_up: Any) -> None:
+        """The loading warpgroup's part."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        case, refs, slot_of = self.case, self.refs, _ring(self.case, self.refs["free"])
+
+        def one_item(i: Any, _: Any) -> None:
+            place, tile = self.item(i)
+            expert = self.used[place]
+
+            def one_step(step: Any, _: Any) -> None:
+                slot, inner = slot_of(i * case.num_steps + step), self.inner_of(step)
+                full = refs["full"].at[slot]
+                plgpu.copy_gmem_to_smem(x.at[:, inner], refs["tokens_s"].at[slot], full)
+
+                def source(output: Any, half: int) -> Any:
+                    return gate_up.at[expert, half, pl.ds(output, ROWS), inner]
+
+                _load_weights(case, source, tile, refs["weights_s"].at[slot], full)
+
+            lax.fori_loop(0, case.num_steps, one_step, None)
+
+        lax.fori_loop(0, self.num_own, one_item, None)
+
+    def multiply(self, weights: Any, out: Any, dtype: Any) -> None:
+        """The multiplying warpgroups' part."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        case, refs, warpgroup = self.case, self.refs, self.warpgroup
+        layout, columns = plgpu.Layout.WGMMA.reduce(0), pl.ds(0, case.columns)
+
+        def one_item(i: Any, _: Any) -> None:
+            place, tile = self.item(i)
+            scale = plgpu.load(weights.at[self.used[place], columns], layout=layout, optimized=False)
+            sums = _multiply(case, refs, i * case.num_steps, case.num_steps, warpgroup)
+            for block in range(case.config.blocks):
+                output, exists = _output_of(case, tile, warpgroup, block)
+                gate, up = sums[2 * block], sums[2 * block + 1]
+                value = gate / (1.0 + jnp.exp(-gate)) * up * lax.broadcast_in_dim(scale, gate.shape, [1])
+
+                @pl.when(exists)
+                def _store(value=value, output=output):
+                    mine = refs["out_s"].at[warpgroup]
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+                    mine.T[...] = value.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(mine, out.at[self.rows_of(place), pl.ds(output, ROWS)])
+
+        lax.fori_loop(0, self.num_own, one_item, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _Down(_Phase):
+    """A CTA has a tile of outputs and a part of all steps; ``before`` steps went through the ring already."""
+
+    def __init__(self, case: _Case, used: Any, up_to: Any, refs: dict[str, Any], before: Any) -> None:
+        super().__init__(case, used, up_to, refs)
+        self.before = before
+        self.tile, self.part = lax.rem(self.cta, case.output_tiles), lax.div(self.cta, case.output_tiles)
+        total = self.count * case.num_steps
+        self.first = lax.div(total * self.part, case.splits)
+        self.last = lax.div(total * (self.part + 1), case.splits)
+
+    @property
+    def num_steps(self) -> Any:
+        """Of the CTA: none, where there are more of them than parts and tiles."""
+        return jnp.where(self.part < self.case.splits, self.last - self.first, 0)
+
+    def load(self, hidden: Any, down: Any, wait: Any = None) -> None:
+        """The loading warpgroup's part; ``wait`` returns when the hidden values are there."""
+        slot_of, num_steps = _ring(self.case, self.refs["free"]), self.num_steps
+
+        def weights(at: Any) -> Any:
+            slot = slot_of(self.before + at)
+            place, step = self._at(at)
+            expert, inner = self.used[place], self.inner_of(step)
+
+            def source(output: Any, half: int) -> Any:
+                return down.at[expert, pl.ds(output, ROWS), inner]
+
+            _load_weights(
+                self.case, source, self.tile, self.refs["weights_s"].at[slot], self.refs["full"].at[slot]
+            )
+
+        ahead = 0
+        if wait is not None:
+            # Matrices may come before there is anything to multiply them by.
+            ahead = jnp.minimum(num_steps, self.case.stages)
+            lax.fori_loop(0, ahead, lambda at, _: weights(at), None)
+            wait()
+            lax.fori_loop(0, ahead, lambda at, _: self._load_hidden(hidden, at), None)
+
+        def both(at: Any, _: Any) -> None:
+            weights(at)
+            self._load_hidden(hidden, at)
+
+        lax.fori_loop(ahead, num_steps, both, None)
+
+    def _at(self, at: Any) -> tuple[Any, Any]:
+        """Place among the experts in use and step of the CTA's step ``at``."""
+        return lax.div(self.first + at, self.case.num_steps), lax.rem(self.first + at, self.case.num_steps)
+
+    def _load_hidden(self, hidden: Any, at: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        slot = lax.rem(self.before + at, self.case.stages)
+        place, step = self._at(at)
+        source = hidden.at[self.rows_of(place), self.inner_of(step)]
+        plgpu.copy_gmem_to_smem(source, self.refs["tokens_s"].at[slot], self.refs["full"].at[slot])
+
+    def multiply(self, out: Any) -> None:
+        """The multiplying warpgroups' part."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        sums = _multiply(self.case, self.refs, self.before, self.num_steps, self.warpgroup)
+        for block, value in enumerate(sums):
+            output, exists = _output_of(self.case, self.tile, self.warpgroup, block)
+
+            @pl.when(exists & (self.part < self.case.splits))
+            def _store(value=value, output=output):
+                store(
+                    out.at[self.part, :, pl.ds(output, ROWS)].T,
+                    plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED),
                 )
-                refs = weights_s, tokens_s, full, free
-                sums = _multiply(case, refs, i * case.num_steps, case.num_steps, warpgroup)
-                for block in range(case.config.blocks):
-                    output, exists = _output_of(case, tile, warpgroup, block)
-                    gate, up = sums[2 * block], sums[2 * block + 1]
-                    value = gate / (1.0 + jnp.exp(-gate)) * up * lax.broadcast_in_dim(scale, gate.shape, [1])
 
-                    @pl.when(exists)
-                    def _store(value=value, output=output):
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-                        out_s.at[warpgroup].T[...] = value.astype(dtype)
-                        plgpu.commit_smem()
-                        rows = pl.ds(pl.multiple_of(place * columns, ALIGNED), columns)
-                        plgpu.copy_smem_to_gmem(out_s.at[warpgroup], out.at[rows, pl.ds(output, ROWS)])
 
-            lax.fori_loop(0, num_own, one_item, None)
-            plgpu.wait_smem_to_gmem(0)
+def _gate_up_body(case: _Case, dtype: Any) -> Any:
+    def experts_gate_up(used, up_to, x, weights, gate_up, out, **refs):
+        phase = _GateUp(case, used, up_to, refs)
+
+        @pl.when(phase.warpgroup == case.config.consumers)
+        def _producer():
+            phase.load(x, gate_up)
+            _drain(case, refs["free"], phase.num_steps)
+
+        pl.when(phase.warpgroup < case.config.consumers)(lambda: phase.multiply(weights, out, dtype))
 
     return experts_gate_up
 
 
-def _down_body(case: _Case, dtype: Any) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+def _down_body(case: _Case) -> Any:
+    def experts_down(used, up_to, hidden, down, out, **refs):
+        phase = _Down(case, used, up_to, refs, 0)
 
-    consumers, columns, splits = case.config.consumers, case.columns, case.splits
-
-    def experts_down(used, up_to, hidden, down, out, *, weights_s, tokens_s, full, free):
-        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        tile, part = lax.rem(cta, case.output_tiles), lax.div(cta, case.output_tiles)
-        total = up_to[case.num_experts - 1] * case.num_steps
-        first, last = lax.div(total * part, splits), lax.div(total * (part + 1), splits)
-        steps = last - first
-
-        @pl.when(warpgroup == consumers)
+        @pl.when(phase.warpgroup == case.config.consumers)
         def _producer():
-            slot_of = _ring(case, free)
+            phase.load(hidden, down)
+            _drain(case, refs["free"], phase.num_steps)
 
-            def one_step(at, _):
-                place, step = lax.div(first + at, case.num_steps), lax.rem(first + at, case.num_steps)
-                expert = used[place]
-                inner = pl.ds(pl.multiple_of(step * case.step, case.step), case.step)
-                rows = pl.ds(pl.multiple_of(place * columns, ALIGNED), columns)
-                slot = slot_of(at)
-                _load_weights(
-                    case,
-                    lambda output, half: down.at[expert, pl.ds(output, ROWS), inner],
-                    tile,
-                    weights_s.at[slot],
-                    full.at[slot],
-                )
-                plgpu.copy_gmem_to_smem(hidden.at[rows, inner], tokens_s.at[slot], full.at[slot])
+        pl.when(phase.warpgroup < case.config.consumers)(lambda: phase.multiply(out))
 
-            lax.fori_loop(0, steps, one_step, None)
-            _drain(case, free, steps)
-
-        @pl.when(warpgroup < consumers)
-        def _consumer():
-            sums = _multiply(case, (weights_s, tokens_s, full, free), 0, steps, warpgroup)
-            for block, value in enumerate(sums):
-                output, exists = _output_of(case, tile, warpgroup, block)
-
-                @pl.when(exists)
-                def _store(value=value, output=output):
-                    store(out.at[part, pl.ds(output, ROWS)], value)
-
-    del dtype
     return experts_down
 
 
+def _both_body(first: _Case, second: _Case, dtype: Any, alone: bool) -> Any:
+    """One kernel, all of whose CTAs run at the same time: the second part's matrices come while the first part ends.
+
+    Args:
+        first, second: the parts.
+        dtype: of hidden values.
+        alone: interpreted, as a single CTA, whose warpgroups wait for one another at a barrier.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    consumers = first.config.consumers
+
+    def experts_both(used, up_to, x, weights, gate_up, down, arrived, hidden, out, *, count_s, ready, **refs):
+        one = _GateUp(first, used, up_to, refs)
+        two = _Down(second, used, up_to, refs, one.num_steps)
+        counter, count_s = arrived.at[pl.ds(0, 1)], count_s.at[one.warpgroup]
+
+        def announce():
+            """Tell everybody that this warpgroup's hidden values are there."""
+            if alone:
+                plgpu.barrier_arrive(ready)
+                return
+            fence_async()
+            add_and_fetch(counter, count_s, jnp.int32(1), atomic=True)
+
+        def wait():
+            """Until all have announced theirs."""
+            if alone:
+                plgpu.barrier_wait(ready)
+                return
+
+            def look(_):
+                return add_and_fetch(counter, count_s, jnp.int32(0), atomic=True)
+
+            lax.while_loop(lambda seen: seen < consumers * first.grid, look, look(0))
+            fence_async()
+
+        # First those that multiply: ptxas takes what follows a loop of waiting for divergent, and does a product at a
+        # time there.
+        @pl.when(one.warpgroup < consumers)
+        def _consumer():
+            one.multiply(weights, hidden, dtype)
+            announce()
+            two.multiply(out)
+
+        @pl.when(one.warpgroup == consumers)
+        def _producer():
+            one.load(x, gate_up)
+            two.load(hidden, down, wait)
+            _drain(second, refs["free"], one.num_steps + two.num_steps)
+
+    return experts_both
+
+
 @functools.cache
-def _table() -> tuple[tuple[int, tuple[FewConfig, FewConfig]], ...]:
+def _table() -> tuple[tuple[int, tuple[FewConfig, FewConfig] | FewConfig], ...]:
     """The tuning table's entries: most tokens, and configurations."""
     file = resources.files("pallas_kernels.grouped_matmul") / "gpu_tuning.json"
-    entries = json.loads(file.read_text())["few"]
-    return tuple((e["tokens"], (FewConfig(**e["gate_up"]), FewConfig(**e["down"]))) for e in entries)
+
+    def configs(entry: dict[str, Any]) -> tuple[FewConfig, FewConfig] | FewConfig:
+        if "both" in entry:
+            return FewConfig(**entry["both"])
+        return FewConfig(**entry["gate_up"]), FewConfig(**entry["down"])
+
+    return tuple((entry["tokens"], configs(entry)) for entry in json.loads(file.read_text())["few"])
 
 
 @dataclass(frozen=True)
@@ -408,12 +586,13 @@ class GpuFewTokens:
 
     Args:
         num_sms: multiprocessors to fill; None asks the first device.
-        configs: of the two kernels, instead of the tuning table's; then any number of tokens that fits is taken.
+        configs: of the two kernels or the one that is both, instead of the tuning table's; then any number of tokens
+            that fits is taken.
         interpret: ``plgpu.InterpretGPUParams`` runs them on a CPU.
     """
 
     num_sms: int | None = None
-    configs: tuple[FewConfig, FewConfig] | None = None
+    configs: tuple[FewConfig, FewConfig] | FewConfig | None = None
     interpret: Any = None
 
     def why_not(self, num_tokens: int, ffn_size: int, hidden_size: int, dtype: Any) -> str | None:

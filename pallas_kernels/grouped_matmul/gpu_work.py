@@ -35,7 +35,7 @@ class Item(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WorkList:
-    """int32 [I, 8] items, and int32 [E + 1] how many the groups up to each have: the last is the number of live ones."""
+    """int32 [I, 8] items, and int32 [E + 1] how many of them the groups up to each have: the last one is all."""
 
     items: jax.Array
     up_to: jax.Array

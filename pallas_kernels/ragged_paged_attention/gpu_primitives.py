@@ -88,3 +88,16 @@ def add_and_fetch(counter: Any, scratch: Any, value: jax.Array, *, atomic: bool)
 
     add(counter, scratch, value)
     return scratch[0]
+
+
+def fence_async() -> None:
+    """Order what this thread did in global memory, and has seen of others' there, with the copy engine's accesses."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu()
+    def fence(ctx: Any) -> None:
+        del ctx
+        llvm.inline_asm(None, [], "fence.proxy.async;", "", has_side_effects=True)
+
+    fence()

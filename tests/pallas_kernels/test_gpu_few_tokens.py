@@ -50,11 +50,11 @@ def test_choice_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str])
     assert not unexpected_races(capsys.readouterr().out)
 
 
-# Tokens, experts, chosen ones, ffn, hidden; consumers, blocks and stages of the two kernels.
+# Tokens, experts, chosen ones, ffn, hidden; consumers, blocks and stages of the two kernels, or of one that is both.
 EXPERTS = {
     "fewer than 8 tokens": (3, 4, 2, 64, 128, (1, 1, 2), (1, 1, 2)),
-    "odd blocks": (9, 6, 2, 192, 64, (2, 1, 2), (2, 1, 3)),
-    "two blocks each": (8, 4, 1, 128, 128, (1, 2, 2), (2, 2, 2)),
+    "odd blocks, two of them": (9, 6, 2, 192, 128, (2, 1, 2), (2, 2, 3)),
+    "one kernel": (3, 4, 2, 64, 128, (1, 1, 2)),
 }
 
 
@@ -75,7 +75,12 @@ def test_experts_equal_the_oracle(name: str, capsys: pytest.CaptureFixture[str])
     expected = few.gated_mlp(x, gate_up, down, chosen)
     unused = np.setdiff1d(np.arange(num_experts), experts)
     gate_up, down = gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
-    kernel = GpuFewTokens(num_sms=2, configs=tuple(configs), interpret=strict())
+    # The interpreter runs one CTA after another: where they wait for one another, there may be but one.
+    kernel = GpuFewTokens(
+        num_sms=2 if configs[1:] else 1,
+        configs=tuple(configs) if configs[1:] else configs[0],
+        interpret=strict(),
+    )
     found = run(kernel, x, gate_up, down, chosen)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, atol=0.02)
