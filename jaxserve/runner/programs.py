@@ -436,7 +436,7 @@ class StepPrograms:
         for head in self.heads:
             lowerings[head] = partial(self.lower_head, head)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
-        for num_tokens in sorted(whole) or [self.shapes.fixed_tokens]:
+        for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
