@@ -448,25 +448,31 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             if consumers == 2:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
             ours = out_s.at[warpgroup]
+            loads_early = case.has_residual and width == columns
 
             def leaves(piece, tokens, output):
                 """The piece's tokens of this consumer's outputs, in global memory."""
                 return out.at[pl.ds(tokens + piece * columns, columns), pl.ds(output, ROWS)]
+
+            def load_residual(piece, tokens, output):
+                rows = pl.ds(tokens + piece * columns, columns)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+                plgpu.copy_gmem_to_smem(
+                    residual.at[rows, pl.ds(output, ROWS)], ours, residual_full.at[warpgroup]
+                )
 
             def store_piece(value, piece, tokens, output):
                 if case.out_dtype == "float32":
                     store_transposed(leaves(piece, tokens, output), value, direct=case.atomic)
                     return
                 if residual is not None:
-                    rows = pl.ds(tokens + piece * columns, columns)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-                    plgpu.copy_gmem_to_smem(
-                        residual.at[rows, pl.ds(output, ROWS)], ours, residual_full.at[warpgroup]
-                    )
+                    if not loads_early:
+                        load_residual(piece, tokens, output)
                     plgpu.barrier_wait(residual_full.at[warpgroup])
                     before = plgpu.load(ours.T, layout=plgpu.Layout.WGMMA, optimized=False)
                     value = before.astype(jnp.float32) + value.astype(dtype).astype(jnp.float32)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                else:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 ours.T[...] = value.astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(ours, leaves(piece, tokens, output))
@@ -512,6 +518,10 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 before = add_and_fetch(
                     counters.at[pl.ds(counter, 1)], count_s.at[warpgroup], jnp.int32(1), atomic=case.atomic
                 )
+
+                if loads_early:
+                    unused = place(case, tile, warpgroup)[3] & (before != chunks - 1)
+                    pl.when(unused)(lambda: plgpu.barrier_wait(residual_full.at[warpgroup]))
 
                 @pl.when(before == chunks - 1)
                 def _merge():
@@ -596,6 +606,10 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
             def multiply(item, done):
                 tile, _, start, stop, _, is_left = item
+                if loads_early:
+                    tokens, _, output, exists = place(case, tile, warpgroup)
+                    stored = exists & jnp.logical_not(is_left)
+                    pl.when(stored)(lambda: load_residual(0, tokens, output))
                 sums = (folded_chunks if case.folds else one_chunk)(item, done)
 
                 def hand_over():
