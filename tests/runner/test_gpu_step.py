@@ -64,24 +64,25 @@ def test_it_lowers_over_a_mesh(decode_only):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (virtual ones do)")
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts_lower_over_a_mesh(expert_parallel):
-    """Both products of the experts, of a device's share of them, are the Hopper kernel."""
+@pytest.mark.parametrize("expert_parallel,num_tokens,calls", [(False, 16, 1), (True, 16, 1), (True, 64, 2)])
+def test_experts_lower_over_a_mesh(expert_parallel, num_tokens, calls):
+    """A device's share of the experts: the kernels for few tokens; or the two products of many."""
     from pallas_kernels.grouped_matmul.gpu import Config, GpuGroupedMatmul
     from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 
     config = {**json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text()), "num_hidden_layers": 1}
     backend = GpuBackend(num_sms=132)
+    bucket = Bucket(num_tokens, 16)
     grouped = GpuGroupedMatmul(num_sms=132, config=Config((8, 16)))
     model = build(
         config, backend, jnp.bfloat16, 2, data_parallel_size=2, expert_parallel=expert_parallel,
         grouped_matmul=grouped,
     )  # fmt: skip
     programs = step_programs(
-        model, backend, [Bucket(16, 16)], num_blocks=50, block_size=64, max_num_seqs=16, max_blocks_per_row=32,
+        model, backend, [bucket], num_blocks=50, block_size=64, max_num_seqs=16, max_blocks_per_row=32,
         placement=Placement(make_mesh(2, data_parallel_size=2)),
     )  # fmt: skip
-    step, arguments = programs.step(StepVariant(Bucket(16, 16), Feature.NONE, True))
+    step, arguments = programs.step(StepVariant(bucket, Feature.NONE, num_tokens <= 16))
     text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert "ragged_dot" not in text
-    assert text.count("call @_jitted") == 2
+    assert text.count("call @_jitted") == calls
