@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-ROWS = (1, 8, 64, 128, 256)
+ROWS = (8, 64, 256)
 CONTEXT, BLOCK = 1024, 64
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, FFN = 32, 8, 128, 4096, 14336
 LAYERS = 4
-AHEAD = ((0, 0), (2, 2), (4, 4), (2, 8), (6, 8))
+AHEAD = ((0, 0), (2, 2), (3, 8))
 """Steps ahead of most weights, and of the output product's."""
 
 

@@ -34,7 +34,7 @@ SHAPES = {
     },
 }
 """Outputs, contracted."""
-ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64, 256)}
+ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64)}
 L2 = 120 << 20
 """Bytes of weights of a program's layers together, at least: twice the cache and more."""
 SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
