@@ -15,7 +15,7 @@ from tiny_checkpoints import write_tiny_checkpoint
 from jaxserve import LLM
 from jaxserve.bench.invariance import Bits, Finding, Target, Workload, bits_of, check_invariance
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.runner.model_runner import JaxModelRunner
+from jaxserve.runner import model_runner
 from pallas_kernels.dispatch import BlockedBackend
 
 pytestmark = pytest.mark.device
@@ -101,10 +101,11 @@ class TwoPaths:
 
 @pytest.mark.slow
 def test_two_paths(checkpoint: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch):
-    """A token keeps to the path that its request gives it; cached blocks, chunks and preemption change nothing."""
-    monkeypatch.setattr(JaxModelRunner, "_attention_backend", lambda *_: (TwoPaths(), None))
+    """As on a Hopper GPU: steps cut into its programs, and a token keeps to the path that its request gives it."""
+    monkeypatch.setattr(model_runner, "platform_name", lambda: "gpu")
+    monkeypatch.setattr(model_runner.JaxModelRunner, "_attention_backend", lambda *_: (TwoPaths(), None))
     rng, alone = random.Random(3), []
-    with make(checkpoint, **ENGINES["tight"]) as llm:
+    with make(checkpoint, dtype="float32", **ENGINES["tight"]) as llm:
         for target in workload.targets()[:8]:
             first = generate(llm, [target])[0]
             longer = Target(target.prompt + list(first.outputs[0].token_ids)[:-1], target.params)
