@@ -5,9 +5,10 @@
 A program chains 64 of them after one small NCCL sum, each followed by a multiplication so that none can be dropped; the
 time of the same program without the 64 is taken off. Wall time, the best of three times 20 programs. Each variant runs
 in a process of its own that is ended when its time is up, so that one that hangs does not cost the others.
-``ours:BLOCKS`` is the kernel with that many CTAs, ``alone:BLOCKS`` the same in programs without NCCL; ``worst`` is
-the largest difference from the float32 sum in units of the result type's rounding (0.5 is perfect), and ``same``
-whether all devices hold the same bits.
+``ours:BLOCKS`` is the kernel with that many CTAs, ``alone:BLOCKS`` the same in programs without NCCL.
+``norm:BLOCKS`` adds a residual and norms the stream in the same kernel; ``nccl_norm`` and ``ours_norm:BLOCKS`` do so
+with XLA's kernels afterwards. ``worst`` is the largest difference from the float32 result in units of the result type's
+rounding (0.5 is perfect), and ``same`` whether all devices hold the same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 
 CHAIN = 64
 CALLS = 20
+EPS = 1e-5
 COMMAND_BUFFER = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 FLAGS = {"nccl_graph": COMMAND_BUFFER}
 """Of XLA, for variants that need them."""
-VARIANTS = "nccl,gather,permute,ours:16,ours:64,ours:264,alone:64"
+VARIANTS = (
+    "nccl,nccl_norm,gather,permute,ours:16,ours:64,ours:264,ours_norm:16,norm:16,norm:64,norm:264,alone:64"
+)
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
         measure(args.run.split(","), args)
         return
     variants = args.variants.split(",")
-    ours = [each for each in variants if each.startswith("ours:")]
+    ours = [each for each in variants if each.startswith(("ours", "norm"))]
     processes = [[each] for each in variants if each not in ours] + ([ours] if ours else [])
     table: dict[tuple[int, int], dict[str, Any]] = {}
     for names in processes:
@@ -110,7 +114,7 @@ def measure(names: list[str], args: argparse.Namespace) -> None:
     shapes = [(int(r), int(w)) for w in args.widths.split(",") for r in args.rows.split(",")]
     largest = max(rows * width * 2 for rows, width in shapes)
     mesh, peers, held = Mesh(np.array(devices), ("model",)), None, None
-    if names[0].startswith(("ours:", "alone:")):
+    if ":" in names[0]:
         from pallas_kernels.all_reduce.workspace import Workspaces
 
         held = Workspaces([devices], largest)
@@ -154,13 +158,14 @@ class Program:
         self.peers = jax.device_put(jnp.asarray(tables, jnp.int32), split)
 
         def chain(x: Any, peers: Any) -> Any:
-            x = met(x)
+            x, stream = met(x), jnp.zeros_like(x)
             for _ in range(CHAIN):
-                x = reduce(x, peers[0]) * jnp.bfloat16(1 / mesh.size)
-            return x
+                x, stream = reduce(x, peers[0], stream)
+                x = x * jnp.bfloat16(1 / mesh.size)
+            return x + stream
 
         def once(x: Any, peers: Any) -> Any:
-            return reduce(met(x), peers[0])
+            return reduce(met(x), peers[0], jnp.zeros_like(x))[0]
 
         def met(x: Any) -> Any:
             """By a sum of NCCL's, all devices start the program together."""
@@ -213,6 +218,9 @@ class Program:
         x = jax.device_put(parts.reshape(-1, width), self.split)
         found = np.asarray(self.once(x, self.peers)).reshape(parts.shape)
         exact = parts.astype(np.float32).sum(0)
+        if "norm" in self.name:
+            exact = exact.astype(parts.dtype).astype(np.float32)
+            exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + EPS)
         unit = np.maximum(np.abs(exact), 1e-3) * 2.0**-7
         worst = float((np.abs(found.astype(np.float32) - exact) / unit).max())
         bits = found.view(np.uint16)
@@ -220,28 +228,46 @@ class Program:
 
 
 def reducer(name: str, num_devices: int, largest: int) -> Any:
-    """The all-reduce of a variant: of [T, M] and this device's table of peers."""
-    import jax
+    """A variant's step: of [T, M], this device's table of peers and the residual stream, to the first and the last."""
+    import jax.numpy as jnp
     from jax import lax
 
     from pallas_kernels.all_reduce.reference import ordered_sum
+    from pallas_kernels.rms_norm.dispatch import PLAIN
 
-    if name == "nothing":
-        return lambda x, peers: lax.optimization_barrier(x)
-    if name in ("nccl", "nccl_graph"):
-        return lambda x, peers: lax.psum(x, "model")
-    if name == "gather":
-        return lambda x, peers: ordered_sum(x, "model")
-    if name == "permute":
-        if num_devices != 2:
-            raise SystemExit("permute is for two devices")
-        return lambda x, peers: x + lax.ppermute(x, "model", [(0, 1), (1, 0)])
-    if name.startswith(("ours:", "alone:")):
+    kind, _, blocks = name.partition(":")
+    kernel: Any = None
+    if blocks:
         from pallas_kernels.all_reduce.gpu import GpuAllReduce
 
-        kernel = GpuAllReduce(num_devices, largest, ((largest, int(name.split(":")[1])),))
-        return jax.jit(lambda x, peers: kernel(x, peers))
-    raise SystemExit(f"unknown variant {name}")
+        kernel = GpuAllReduce(num_devices, largest, ((largest, int(blocks)),))
+
+    def normed(add: Any) -> Any:
+        def step(x: Any, peers: Any, stream: Any) -> Any:
+            stream = add(x, peers, stream)
+            return PLAIN(stream, jnp.ones(x.shape[-1:], x.dtype), EPS), stream
+
+        return step
+
+    def fused(x: Any, peers: Any, stream: Any) -> Any:
+        stream, x = kernel.with_norm(x, peers, stream, jnp.ones(x.shape[-1:], x.dtype), EPS)
+        return x, stream
+
+    steps: dict[str, Any] = {
+        "nothing": lambda x, peers, stream: (lax.optimization_barrier(x), stream),
+        "nccl": lambda x, peers, stream: (lax.psum(x, "model"), stream),
+        "nccl_graph": lambda x, peers, stream: (lax.psum(x, "model"), stream),
+        "nccl_norm": normed(lambda x, peers, stream: stream + lax.psum(x, "model")),
+        "gather": lambda x, peers, stream: (ordered_sum(x, "model"), stream),
+        "permute": lambda x, peers, stream: (x + lax.ppermute(x, "model", [(0, 1), (1, 0)]), stream),
+        "ours": lambda x, peers, stream: (kernel(x, peers), stream),
+        "alone": lambda x, peers, stream: (kernel(x, peers), stream),
+        "ours_norm": normed(lambda x, peers, stream: kernel(x, peers, stream)),
+        "norm": fused,
+    }
+    if kind not in steps or (kind == "permute" and num_devices != 2):
+        raise SystemExit(f"unknown variant {name} of {num_devices} devices")
+    return steps[kind]
 
 
 if __name__ == "__main__":

@@ -62,6 +62,27 @@ def test_one_kernel_serves_all_sizes_and_knows_no_multicast(dtype: str) -> None:
 
 
 @hopper
+def test_one_kernel_norms_all_numbers_of_rows() -> None:
+    from pallas_kernels.all_reduce.gpu import GpuAllReduce
+
+    add = GpuAllReduce(2, MIB, ((MIB, 64),))
+    assert "multiples of 1024" in (add.why_not_norm((4, 2880), jnp.bfloat16) or "")
+    assert "16-bit" in (add.why_not_norm((4, 1024), jnp.float32) or "")
+    assert add.why_not_norm((4, 8192), jnp.bfloat16) is None
+    assert add.why_not_norm((400, 8192), jnp.bfloat16) is not None
+
+    def lowered(rows: int) -> str:
+        x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+        peers, weight = jax.ShapeDtypeStruct((5,), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+        norm = jax.jit(lambda x, peers, weight: add.with_norm(x, peers, x, weight, 1e-5))
+        return norm.trace(x, peers, weight).lower(lowering_platforms=("cuda",)).as_text()
+
+    hashes = [re.findall(r'kernel_hash = "([^"]*)"', lowered(rows)) for rows in (1, 256)]
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 1
+
+
+@hopper
 def test_refuses_what_it_cannot_add() -> None:
     from pallas_kernels.all_reduce.gpu import GpuAllReduce
 

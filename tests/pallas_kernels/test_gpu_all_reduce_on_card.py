@@ -105,6 +105,30 @@ def test_equals_the_oracle_and_nccl_for_any_number_of_rows(devices: Devices, dty
         assert (error <= 2.0**-7 * np.abs(np.asarray(nccl)) + 1e-6).all()
 
 
+@pytest.mark.parametrize("width", [1024, WIDTH, 8192])
+def test_norms_what_it_added_up(devices: Devices, width: int) -> None:
+    rng = np.random.default_rng(2)
+    parts = rng.standard_normal((devices.count, 256, width), np.float32).astype(jnp.bfloat16)
+    residual = rng.standard_normal((256, width), np.float32).astype(jnp.bfloat16)
+    weight = rng.standard_normal(width, np.float32).astype(jnp.bfloat16)
+    stream = residual.astype(np.float32) + in_order(parts).astype(np.float32)
+    expected = stream.astype(jnp.bfloat16)
+    exact = expected.astype(np.float32)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    scaled = (exact.astype(jnp.bfloat16) * weight).astype(np.float32)
+    program = devices.jit(lambda peers, x, residual, w: devices.add.with_norm(x, peers, residual, w, 1e-5))
+    alone = None
+    for rows in (1, 5, 64, 256):
+        same = [devices.put(np.stack([each] * devices.count)) for each in (residual[:rows], weight)]
+        hidden, normal = program(devices.put(parts[:, :rows]), *same)
+        for device in range(devices.count):
+            np.testing.assert_array_equal(bits(hidden)[device], bits(expected)[:rows])
+            np.testing.assert_allclose(np.asarray(normal, np.float32)[device], scaled[:rows], rtol=2.0**-6)
+            np.testing.assert_array_equal(bits(normal)[device], bits(normal)[0])
+        alone = bits(normal)[0, 0] if alone is None else alone
+        np.testing.assert_array_equal(bits(normal)[0, 0], alone)
+
+
 def test_passes_on_what_is_no_number(devices: Devices) -> None:
     words = np.array([0xFFFFFFFF, 0x7FFF7FFF, 0x7F807F80, 0xFF80FF80, 0x80008000, 0], np.uint32)
     x = np.zeros((devices.count, 1, WIDTH), jnp.bfloat16)
