@@ -30,7 +30,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "chunks handed over": [{"residual": True}, {"out_dtype": jnp.float32}],
     "an odd block": [{}, {"residual": True}],
 }
-ROWS = (1, 5, 8, 64, 100, 256, 700)
+ROWS = (1, 5, 8, 24, 100, 256, 700)
 
 
 def multiply(x: jax.Array, weight: jax.Array, residual: jax.Array, kind: dict[str, Any], config: Any) -> Any:
