@@ -87,6 +87,7 @@ class BatchBuilder:
         fields = layout.split(buffer)
         fields["row_index"][:] = self.max_num_seqs
         fields["patch_rows"][:] = self.max_num_seqs
+        fields["bucket_rows"][0] = bucket.num_rows
         fields["sampling"][:] = make_table(self.max_num_seqs)[-1]
         return buffer
 
@@ -144,6 +145,7 @@ class BatchBuilder:
         self._write_sampling(fields["sampling"], batch, step, request_ids, rows, computed + counts)
         features = int(step_features(fields["sampling"]))
         fields["step_features"][0] = features
+        fields["bucket_rows"][0] = bucket.num_rows
         early = self._write_patches(fields, layout, batch.patches.take())
         batch.num_computed_tokens[rows] += counts
         return StepBatch(bucket, buffer, request_ids, rows, starts, features, early)

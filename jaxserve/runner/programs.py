@@ -35,7 +35,7 @@ from jaxserve.runner.step_program import (
     slice_hidden,
 )
 from jaxserve.sampling import state as sampler_state
-from jaxserve.sampling.metadata import ALL_FEATURES, NUM_COLUMNS, Feature
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from jaxserve.sampling.sampler import SamplerOutput
 from jaxserve.sampling.state import SamplerState, mask_words, state_shapes
 from pallas_kernels.kv_cache_update.quantized import ScaledCache, abstract_cache
@@ -45,8 +45,8 @@ ONE_DEVICE = Placement()
 
 
 SPARE = 1
-"""Elements of the buffers between a step's programs that no step writes. A buffer that is overwritten whole has no use for
-what it held before: then it is not donated, so it moves; and XLA's partitioner (jax 0.11.2) crashes over it."""
+"""Elements of the buffers between a step's programs that no step writes. A buffer that is overwritten whole has no use
+for what it held before: then it is not donated, so it moves; and XLA's partitioner (jax 0.11.2) crashes over it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ProgramShapes:
             block_tables=BY_RANK,
             sampler=jax.tree.map(lambda _: BY_RANK, local.sampler),
             buffers=StepBuffers(
-                BY_RANK, BY_RANK, BY_RANK, BY_RANK, BY_RANK, (REPLICATED,) * len(local.buffers.expert_imbalance)
+                BY_RANK, BY_RANK, BY_RANK, (REPLICATED,) * len(local.buffers.expert_imbalance)
             ),
         )  # fmt: skip
 
@@ -115,8 +115,6 @@ class ProgramShapes:
             step_input=Abstract((self.fixed_input + spare,), jnp.int32),
             hidden=Abstract((self.fixed_tokens + spare, self.hidden_size), self.dtype),
             last=Abstract((self.fixed_rows + spare, self.hidden_size), self.dtype),
-            sampling=Abstract((self.fixed_rows + spare, NUM_COLUMNS), jnp.int32),
-            features=Abstract((int(fixed) + spare,), jnp.int32),
             expert_imbalance=imbalance,
         )
 

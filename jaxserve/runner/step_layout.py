@@ -44,6 +44,10 @@ class StepLayout:
         """Name -> (offset, shape)."""
         tokens, rows = self.bucket.num_tokens, self.bucket.num_rows
         shapes: dict[str, tuple[int, ...]] = {
+            # In every bucket's buffer these come first, where a step's second half finds them (``split_head``).
+            "step_features": (1,),
+            "bucket_rows": (1,),
+            "sampling": (rows, NUM_COLUMNS),
             "token_ids": (tokens,),
             "query_start_loc": (rows + 1,),
             "num_computed_tokens": (rows,),
@@ -52,8 +56,6 @@ class StepLayout:
             "patch_rows": (self.num_patches,),
             "patch_columns": (self.num_patches,),
             "patch_blocks": (self.num_patches,),
-            "sampling": (rows, NUM_COLUMNS),
-            "step_features": (1,),
         }
         fields: dict[str, tuple[int, tuple[int, ...]]] = {}
         offset = 0
@@ -78,3 +80,11 @@ class StepLayout:
             name: buffer[start:stop] if len(shape) == 1 else buffer[start:stop].reshape(shape)
             for name, start, stop, shape in self._parts
         }
+
+
+def split_head(buffer: Any, num_rows: int) -> tuple[Any, Any, Any]:
+    """``step_features``, ``bucket_rows`` and the first ``num_rows`` of ``sampling`` of any bucket's buffer.
+
+    Rows from ``bucket_rows`` on are something else.
+    """
+    return buffer[0:1], buffer[1:2], buffer[2 : 2 + num_rows * NUM_COLUMNS].reshape(num_rows, NUM_COLUMNS)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxserve.layers.params import DATA_AXIS, TENSOR_AXIS
 from jaxserve.models import Model
-from jaxserve.runner.step_layout import StepLayout
-from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, no_logprobs
-from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata
+from jaxserve.runner.step_layout import StepLayout, split_head
+from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs
+from jaxserve.sampling.metadata import ALL_FEATURES, Feature, SamplingMetadata, make_table
 from jaxserve.sampling.sampler import SamplerOutput, sample
 from jaxserve.sampling.state import SamplerState, add_history, reset_row, set_bias_row
 from jaxserve.sampling.vocab_parallel import VocabParallel
@@ -42,10 +42,6 @@ class StepBuffers:
     """[T, M]: hidden states of the last step that held prompts, which prompt scoring reads."""
     last: jax.Array
     """[R, M]: those of each row's last token."""
-    sampling: jax.Array
-    """int32[R, columns]: how to sample each row."""
-    features: jax.Array
-    """int32[1]: what all of them ask for."""
     expert_imbalance: tuple[jax.Array, ...]
     """As ``SamplerOutput`` has it."""
 
@@ -239,18 +235,14 @@ def run_forward(
         params, kv_caches, block_tables, last_token_ids, buffers.step_input[: layout.size], model=model, layout=layout,
         num_slots=num_slots, decode_only=decode_only,
     )  # fmt: skip
-    fields = computed.fields
-    rows, tokens = layout.bucket.num_rows, layout.bucket.num_tokens
+    # A bare copy would be one on another stream; zeroing what is padding makes it a kernel like the others.
+    live = jnp.arange(layout.bucket.num_tokens) < computed.fields["query_start_loc"][-1]
+    hidden = jnp.where(live[:, None], computed.hidden, 0)
     kept = replace(
         buffers,
-        hidden=buffers.hidden if decode_only else buffers.hidden.at[:tokens].set(computed.hidden),
-        last=buffers.last.at[:rows].set(computed.last),
-        sampling=buffers.sampling.at[:rows].set(fields["sampling"]),
-        features=buffers.features.at[:1].set(fields["step_features"]),
-        expert_imbalance=tuple(
-            old.at[:1].set(new)
-            for old, new in zip(buffers.expert_imbalance, computed.expert_imbalance, strict=True)
-        ),
+        hidden=buffers.hidden if decode_only else _overwrite(buffers.hidden, hidden),
+        last=_overwrite(buffers.last, hidden if decode_only else computed.last),
+        expert_imbalance=tuple(map(_overwrite, buffers.expert_imbalance, computed.expert_imbalance)),
     )
     return computed.kv_caches, computed.block_tables, kept
 
@@ -273,8 +265,14 @@ def run_head(
         buffers: read.
         num_rows: as many as the step has at least.
         max_logprobs, features: as ``run_step`` has them.
+
+    Returns:
+        what was sampled, without log probabilities where the sampler knows of none, and the sampler's state.
     """
-    sampling = SamplingMetadata.from_packed(buffers.sampling[:num_rows], buffers.features[0])
+    step_features, bucket_rows, table = split_head(buffers.step_input, num_rows)
+    inside = jnp.arange(num_rows)[:, None] < bucket_rows
+    padding = jnp.asarray(make_table(sampler.max_num_seqs)[-1])
+    sampling = SamplingMetadata.from_packed(jnp.where(inside, table, padding), step_features[0])
     sampled, sampler = sample_rows(
         params,
         sampler,
@@ -285,13 +283,18 @@ def run_head(
         features=features,
     )
     if not features & Feature.LOGPROBS:
-        sampled = replace(sampled, logprobs=no_logprobs(0, 0))
+        sampled = replace(sampled, logprobs=None)
     return replace(sampled, expert_imbalance=tuple(each[:1] for each in buffers.expert_imbalance)), sampler
 
 
 def put_step_input(step_input: jax.Array, buffer: jax.Array) -> jax.Array:
     """The next step's packed input, int32 [layout.size], into its place (donated)."""
-    return step_input.at[: buffer.shape[0]].set(buffer)
+    return _overwrite(step_input, buffer)
+
+
+def _overwrite(buffer: jax.Array, values: jax.Array) -> jax.Array:
+    """``buffer`` with ``values`` as its first rows."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), 0, axis=0)
 
 
 def patch_block_tables(

@@ -31,8 +31,9 @@ class SamplerOutput:
 
     token_ids: jax.Array
     """int32[R]; -1 for a row that left no token to choose: its logits are NaN or -inf (a broken model)."""
-    logprobs: LogprobArrays
-    """Of the sampled tokens, shapes [R] and [R, max_logprobs]; zeros unless a row asked for logprobs."""
+    logprobs: LogprobArrays | None
+    """Of the sampled tokens, shapes [R] and [R, max_logprobs]; zeros unless a row asked for logprobs. ``sample`` gives
+    them; a program that can't serve them may leave them out."""
     expert_imbalance: tuple[jax.Array, ...] = ()
     """Not the sampler's, but it leaves the device with the tokens: float32[1] of the step, if the model has experts."""
 
