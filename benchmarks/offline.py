@@ -305,6 +305,9 @@ def main() -> None:
         "--steps", action="store_true", help="print where each case's time went, by kind of step"
     )
     parser.add_argument(
+        "--xla-products", action="store_true", help="let XLA time its own large products beside cuBLAS'"
+    )
+    parser.add_argument(
         "--scale", type=int, default=1, help="divide all lengths and counts (to try it on a CPU)"
     )
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
@@ -313,6 +316,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
+        logging.getLogger("jaxserve.runner.compilation").setLevel(logging.DEBUG)  # each program's time
+    if options.xla_products:
+        from jaxserve.runner import model_runner
+
+        model_runner.LIBRARY_PRODUCTS = ()
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
     config = json.loads((folder / "config.json").read_text())
     engine = Engine(options.engine, folder, options.arguments, steps=options.steps)

@@ -65,6 +65,7 @@ def compile_all(
     lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
     store: ProgramStore,
     progress: Callable[[int, int], None] | None = None,
+    name: Callable[[Any], object] = lambda key: key,
 ) -> dict[Any, jax.stages.Compiled]:
     """Load what is stored; lower the rest on this thread (tracing is Python) while a pool compiles it, and store it.
 
@@ -72,6 +73,7 @@ def compile_all(
         lowerings: key -> a function that lowers its program.
         store: of this engine.
         progress: called with (programs ready, programs in all).
+        name: what a key is called in the log.
     """
     total, done, lock = len(lowerings), 0, threading.Lock()
 
@@ -87,17 +89,27 @@ def compile_all(
         program = store.load(key)
         return program if program is None else ready(program)
 
-    def compile_one(key: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def compile_one(key: Any, lowered: jax.stages.Lowered, lowered_in: float) -> jax.stages.Compiled:
+        began = time.monotonic()
         program = lowered.compile()
+        compiled = time.monotonic()
         store.save(key, program)
+        logger.debug(
+            "%5.2f s to lower, %6.2f s to compile, %5.2f s to store, done at %6.2f s: %s",
+            lowered_in, compiled - began, time.monotonic() - compiled, time.monotonic() - started, name(key),
+        )  # fmt: skip
         return ready(program)
+
+    def lower_one(key: Any) -> tuple[jax.stages.Lowered, float]:
+        began = time.monotonic()
+        return lowerings[key](), time.monotonic() - began
 
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         try:
             programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
             missing = [key for key, program in programs.items() if program is None]
-            futures = {key: pool.submit(compile_one, key, lowerings[key]()) for key in missing}
+            futures = {key: pool.submit(compile_one, key, *lower_one(key)) for key in missing}
             programs |= {key: future.result() for key, future in futures.items()}
         except BaseException:  # Ctrl-C waits for those that compile, not for all
             pool.shutdown(wait=False, cancel_futures=True)

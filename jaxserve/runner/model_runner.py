@@ -482,9 +482,9 @@ class JaxModelRunner:
         compiled = self.programs.compiled
         self.state = self.placement.zeros(self.programs.state)
         one, ranks = np.zeros(1, np.int32), self.placement.num_ranks
-        heads = self.programs.heads or [None]
-        for variant, head in zip_longest(self.programs.variants, heads):
-            hidden = self._warm_up_step(variant or self.programs.variants[0], head or heads[0])
+        heads, smallest_step = self.programs.heads or [None], self.programs.variants[-1]
+        for variant, head in zip_longest(self.programs.variants, heads, fillvalue=None):
+            hidden = self._warm_up_step(variant or smallest_step, head or heads[-1])
             hidden_states = compiled["slice_hidden", len(hidden) // ranks](hidden, self._put(0, one))
         score_ids = self._put(0, np.zeros(SCORE_CHUNK, np.int32))
         jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))

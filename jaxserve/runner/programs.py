@@ -439,7 +439,9 @@ class StepPrograms:
         lowerings["score"] = self._lower_score
         lowerings |= self._lower_state_programs()
         keys = {key: self.key(key) for key in lowerings}
-        compiled = compile_all({keys[key]: lower for key, lower in lowerings.items()}, self.store, progress)
+        compiled = compile_all(
+            {keys[key]: lower for key, lower in lowerings.items()}, self.store, progress, lambda key: key[0]
+        )
         self.compiled = {key: compiled[stored] for key, stored in keys.items()}
 
 
