@@ -22,6 +22,7 @@ from jaxserve.layers.params import LayerContext
 from jaxserve.layers.router import Router, RouterConfig
 from pallas_kernels.grouped_matmul.dispatch import FewTokens
 from pallas_kernels.grouped_matmul.few import Chosen
+from pallas_kernels.grouped_matmul.route import Routed
 from sharding import ParamSpec, ShardingRules
 
 ENOUGH_ROWS = 4096
@@ -126,6 +127,22 @@ class Experts(nnx.Module):
             jnp.sum(sizes) <= usual, lambda: of_first(usual), lambda: of_first(order.shape[0])
         )
 
+    def run_routed(self, x: jax.Array, routed: Routed) -> jax.Array:
+        """``__call__`` with choices whose places among all are known, by experts that are all on this device."""
+        places, (top_k, num_tokens) = routed.places(), routed.experts.shape
+        tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), places.shape)
+
+        def sort(values: jax.Array) -> jax.Array:
+            """Values of choices in the order of their places; that of padding is 0."""
+            empty = jnp.zeros(top_k * num_tokens, values.dtype)
+            return empty.at[places.reshape(-1)].set(values.reshape(-1), mode="drop", unique_indices=True)
+
+        experts = sort(jnp.minimum(routed.experts, self.config.router.num_experts - 1))
+        rows = self._run(x[sort(tokens)], experts, routed.sizes())
+        # Gathered and added in the order of the choices, not scattered: equal tokens get equal sums in any batch.
+        chosen = rows[jnp.minimum(places, top_k * num_tokens - 1)].astype(jnp.float32)
+        return jnp.sum(chosen * routed.weights[:, :, None], axis=0).astype(x.dtype)
+
     def few(self, num_tokens: int) -> FewTokens | None:
         """The device's kernels for few tokens, where they can do this."""
         few, weight = self.context.grouped_matmul.few, self.gate_up[...]
@@ -218,7 +235,7 @@ class MoE(nnx.Module):
             ([T, M], or this device's tokens of it where tokens are shared; int32 [E] tokens that each expert got of
             this data-parallel rank).
         """
-        out, load = self._run_few(x, live) or self._run_any(x, live)
+        out, load = self._run_few(x, live) or self._run_routed(x, live) or self._run_any(x, live)
         if self.shared is not None:
             out = out + self._run_shared(x)
         return self.context.reduce_tokens(out), load
@@ -232,6 +249,16 @@ class MoE(nnx.Module):
         if self.context.expert_parallel:
             return over_data(self._run_local, x, weights, experts, num_experts, self.context), load
         return self.experts(x, weights, experts), load
+
+    def _run_routed(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """The same with a kernel that chooses the experts, where there is one."""
+        route, rule = self.context.grouped_matmul.route, self.config.router.plain()
+        if route is None or rule is None or self.context.expert_parallel or self.context.batch_invariant:
+            return None
+        if route.why_not(x.shape[0], self.config.router.num_experts) is not None:
+            return None
+        routed = route(self.router.logits(x), live, rule)
+        return self.experts.run_routed(x, routed), routed.sizes()
 
     def _run_few(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """The same with kernels that choose the experts of few tokens, where there are such."""

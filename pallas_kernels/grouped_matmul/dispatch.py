@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.grouped_matmul import blocked
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
 from pallas_kernels.grouped_matmul.gated import gated
+from pallas_kernels.grouped_matmul.route import Routed
 
 _OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -68,6 +69,24 @@ class FewTokens(Protocol):
         ...
 
 
+class Route(Protocol):
+    """The choice of many tokens' experts with what sorting takes. Stateless, like ``GroupedMatmul``."""
+
+    def why_not(self, num_tokens: int, num_experts: int) -> str | None:
+        """Why so many tokens' choice among so many experts is left to others; None: it is not."""
+        ...
+
+    def __call__(self, logits: jax.Array, live: jax.Array, rule: Rule) -> Routed:
+        """What ``route.route`` says.
+
+        Args:
+            logits: float32 [T, E].
+            live: bool [T].
+            rule: how.
+        """
+        ...
+
+
 class GroupedMatmul(Protocol):
     """Rows, sorted by group, each by the matrix of its group. Stateless: it is a static part of the model."""
 
@@ -79,6 +98,11 @@ class GroupedMatmul(Protocol):
     @property
     def few(self) -> FewTokens | None:
         """What takes few tokens' experts as a whole, if there is such a thing."""
+        ...
+
+    @property
+    def route(self) -> Route | None:
+        """What chooses many tokens' experts, if there is such a thing."""
         ...
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
@@ -109,6 +133,7 @@ class PortableGroupedMatmul:
 
     name: str = "portable"
     few: None = None
+    route: None = None
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         return None
@@ -136,6 +161,10 @@ class WhereItCan:
     @property
     def few(self) -> FewTokens | None:
         return self.kernel.few
+
+    @property
+    def route(self) -> Route | None:
+        return self.kernel.route
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         return self.kernel.why_not(outputs, inner, dtype)

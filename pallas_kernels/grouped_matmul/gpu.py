@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
+from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
@@ -421,6 +422,11 @@ class GpuGroupedMatmul:
     def few(self) -> GpuFewTokens:
         """What takes few tokens' experts as a whole."""
         return GpuFewTokens(self.num_sms, self.few_configs, self.interpret)
+
+    @property
+    def route(self) -> GpuRoute:
+        """What chooses many tokens' experts."""
+        return GpuRoute(self.interpret)
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""

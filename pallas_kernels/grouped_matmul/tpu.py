@@ -223,6 +223,7 @@ class TpuGroupedMatmul:
     interpret: Any = False
     name = "mosaic_tpu"
     few = None
+    route = None
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""
