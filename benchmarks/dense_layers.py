@@ -8,6 +8,7 @@ attention takes. The time is that of a layer, from the first kernel's start to t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +74,6 @@ def run(tools: Any, emit: Callable[..., None], profiled: Callable[..., float]) -
 
     jax, jnp = tools.jax, tools.jnp
     shapes = (6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)
-    weights = [[tools.random(*shape) * shape[1] ** -0.5 for shape in shapes] for _ in range(LAYERS)]
     options = AttentionOptions(scale=HEAD_SIZE**-0.5)
     sizes = dict(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE)
 
@@ -98,36 +98,53 @@ def run(tools: Any, emit: Callable[..., None], profiled: Callable[..., float]) -
 
         return jax.jit(decode, donate_argnums=2)
 
-    moved = sum(2 * n * k for n, k in shapes)
-    for rows in ROWS:
+    def abstract(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    shard, shards = map(int, os.environ.get("KERNELS_SHARD", "0/1").split("/"))
+    ready = []
+    for rows in ROWS[shard::shards]:
         metadata, num_blocks, _ = tools.batch([(CONTEXT, 1)] * rows, block_size=BLOCK)
-        shape = tools.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        caches = [tools.random(*shape) for _ in range(LAYERS)]
-        h = tools.random(rows, HIDDEN)
-        first = None
+        cache = tools.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
+        inputs = abstract(rows, HIDDEN), [[abstract(*each) for each in shapes]] * LAYERS
+        ways = []
         for way in products(tools, rows):
-            name = f"8b layer x {rows}"
-            state = [caches]
-            call = program(way.multiply)
-
-            def step(call: Any = call, state: Any = state, h: Any = h, metadata: Any = metadata) -> Any:
-                out, state[0] = call(h, weights, state[0], metadata)
-                return out
-
             try:
-                found = np.asarray(step(), np.float32)
-                us = profiled(step, LAYERS)
+                lowered = program(way.multiply).lower(*inputs, [abstract(*cache)] * LAYERS, metadata)
+                ways.append((way.name, lowered.compile()))
             except Exception as error:
-                print(f"# {name} {way.name}: {type(error).__name__}: {str(error)[:300]}")
-                emit(section="dense_layers", name=name, path=way.name, wrong=True, failed=str(error)[:200])
-                break
-            caches = state[0]
-            first = found if first is None else first
-            bytes_moved = moved + rows * CONTEXT * KV_HEADS * HEAD_SIZE * 4
-            emit(
-                section="dense_layers", name=name, path=way.name, unit="TB/s", rate=bytes_moved / us / 1e6,
-                kernel_us=us, layer_us=us, error=round(float(np.abs(found - first).max() / np.abs(first).max()), 4),
-            )  # fmt: skip
+                print(f"# 8b layer x {rows} {way.name}: {type(error).__name__}: {str(error)[:300]}")
+                emit(section="dense_layers", name=f"8b layer x {rows}", path=way.name, wrong=True)
+        ready.append((rows, metadata, cache, ways))
+    tools.await_turn()
+    weights = [[tools.random(*shape) * shape[1] ** -0.5 for shape in shapes] for _ in range(LAYERS)]
+    for rows, metadata, cache, ways in ready:
+        h = tools.random(rows, HIDDEN)
+        caches = [tools.random(*cache) for _ in range(LAYERS)]
+        time_ways(emit, profiled, ways, h, weights, caches, metadata)
+        del caches
+
+
+def time_ways(
+    emit: Callable[..., None], profiled: Callable[..., float], ways: list[tuple[str, Any]], h: Any, weights: Any,
+    caches: Any, metadata: Any,
+) -> None:  # fmt: skip
+    """Time each way of computing the same layers, and compare its result with the first one's."""
+    rows, first, state = h.shape[0], None, [caches]
+    moved = sum(weight.nbytes for weight in weights[0]) + rows * CONTEXT * KV_HEADS * HEAD_SIZE * 4
+    for name, call in ways:
+
+        def step(call: Any = call) -> Any:
+            out, state[0] = call(h, weights, state[0], metadata)
+            return out
+
+        found = np.asarray(step(), np.float32)
+        us = profiled(step, LAYERS)
+        first = found if first is None else first
+        emit(
+            section="dense_layers", name=f"8b layer x {rows}", path=name, unit="TB/s", rate=moved / us / 1e6,
+            kernel_us=us, layer_us=us, error=round(float(np.abs(found - first).max() / np.abs(first).max()), 4),
+        )  # fmt: skip
 
 
 __all__ = ["run"]

@@ -9,6 +9,8 @@ A record of section ``invariance`` says for which numbers of rows the first rows
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,6 +107,8 @@ class Tools(Protocol):
 
     def random(self, *shape: int, dtype: Any = None) -> Any: ...
 
+    def await_turn(self) -> None: ...
+
 
 Timed = Callable[[Callable[[], Any], int, str], tuple[float, float]]
 """(run, products in it, name of the kernel or "") to us of a product's kernels, and of all that belongs to it."""
@@ -164,18 +168,31 @@ def xla(tools: Tools, kind: str) -> Callable[..., Any]:
 
 
 class Operands:
-    """The weights of the layers of a product, and as many rows as the most."""
+    """The weights of the layers of a product, and as many rows as the most; first what they are like."""
 
     def __init__(self, tools: Tools, model: str, name: str) -> None:
+        self.tools = tools
         self.outputs, self.inner = SHAPES[model][name]
-        layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
-        scale = self.inner**-0.5
-        self.weights = [tools.random(self.outputs, self.inner) * scale for _ in range(layers)]
-        most = 512 if name == "logits" else max(ROWS[model])
-        self.x, self.residual = tools.random(most, self.inner), tools.random(most, self.outputs)
+        self.most = 512 if name == "logits" else max(ROWS[model])
+        self.layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
+        array = functools.partial(tools.jax.ShapeDtypeStruct, dtype=tools.jnp.bfloat16)
+        self.weights: list[Any] = [array((self.outputs, self.inner))] * self.layers
+        self.x: Any = array((self.most, self.inner))
+        self.residual: Any = array((self.most, self.outputs))
+
+    def make(self) -> None:
+        random, scale = self.tools.random, self.inner**-0.5
+        self.weights = [random(self.outputs, self.inner) * scale for _ in range(self.layers)]
+        self.x, self.residual = random(self.most, self.inner), random(self.most, self.outputs)
 
     def of(self, rows: int, kind: str) -> tuple[Any, Any, Any]:
-        return self.x[:rows], self.weights, self.residual[:rows] if kind == "residual" else None
+        residual = self._first(self.residual, rows) if kind == "residual" else None
+        return self._first(self.x, rows), self.weights, residual
+
+    def _first(self, array: Any, rows: int) -> Any:
+        if isinstance(array, self.tools.jax.ShapeDtypeStruct):
+            return self.tools.jax.ShapeDtypeStruct((rows, array.shape[1]), array.dtype)
+        return array[:rows]
 
 
 def program(tools: Tools, case: Case) -> Callable[..., Any]:
@@ -205,11 +222,34 @@ def compiled(tools: Tools, cases: list[Case], operands: Operands) -> list[Any]:
         return list(pool.map(one, cases))
 
 
-def measure(tools: Tools, emit: Callable[..., None], timed: Timed, section: str, cases: list[Case]) -> None:
-    """Compile, check and time cases that share one product's weights."""
-    operands = Operands(tools, cases[0].model, cases[0].name)
+def share(products: list[list[Case]]) -> list[list[Case]]:
+    """Those of this process, of several."""
+    shard, shards = map(int, os.environ.get("KERNELS_SHARD", "0/1").split("/"))
+    return products[shard::shards]
+
+
+def measure_all(
+    tools: Tools, emit: Callable[..., None], timed: Timed, section: str, products: list[list[Case]]
+) -> None:
+    """Compile everything, then measure product by product."""
+    ready = []
+    for cases in products:
+        operands = Operands(tools, cases[0].model, cases[0].name)
+        ready.append((cases, operands, compiled(tools, cases, operands)))
+    tools.await_turn()
+    for cases, operands, executables in ready:
+        operands.make()
+        measure(tools, emit, timed, section, cases, operands, executables)
+        operands.weights, operands.x, operands.residual = [], None, None
+
+
+def measure(
+    tools: Tools, emit: Callable[..., None], timed: Timed, section: str, cases: list[Case], operands: Operands,
+    executables: list[Any],
+) -> None:  # fmt: skip
+    """Check and time cases that share one product's weights."""
     first_rows: dict[tuple[str, int], np.ndarray] = {}
-    for case, executable in zip(cases, compiled(tools, cases, operands), strict=True):
+    for case, executable in zip(cases, executables, strict=True):
         label = f"{case.model} {case.name} x {case.rows}"
         try:
             if isinstance(executable, Exception):
@@ -273,6 +313,7 @@ def largest_error(tools: Tools, found: Any, case: Case, operands: Operands) -> f
 
 def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
     """Ours as the tuning table has it (or ``--override``'s ``dense``: {rows: configuration}), and XLA's."""
+    products = []
     for model, shapes in SHAPES.items():
         for name in shapes:
             cases = []
@@ -283,11 +324,13 @@ def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
                 cases.append(Case(model, name, rows, "ours", ours(tools, KINDS[name], config)))
                 if not tools.ours_only:
                     cases.append(Case(model, name, rows, "xla", xla(tools, KINDS[name])))
-            measure(tools, emit, timed, "dense", cases)
+            products.append(cases)
+    measure_all(tools, emit, timed, "dense", share(products))
 
 
 def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
     """Configurations (or ``--override``'s: {"dense": {"sweep": {model: {rows: [configuration, ...]}}}})."""
+    products = []
     for model, by_rows in (tools.dense.get("sweep") or SWEEP).items():
         for name in ("qkv", "out", "gate_up", "down"):
             cases = []
@@ -298,7 +341,8 @@ def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
                     path = " ".join(f"{key}={value}" for key, value in config.items() if key != "width")
                     path = f"{config['width']}: {path}"
                     cases.append(Case(model, name, int(rows), path, ours(tools, KINDS[name], config)))
-            measure(tools, emit, timed, "dense_sweep", cases)
+            products.append(cases)
+    measure_all(tools, emit, timed, "dense_sweep", share(products))
 
 
 __all__ = ["run", "sweep"]
