@@ -55,18 +55,22 @@ SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
             dict(width=64, step=64, stages=8),
             dict(width=64, step=64, stages=8, cluster=2),
             dict(width=64, step=64, stages=8, cluster=4),
-            dict(width=64, step=128, stages=5, consumers=1, chunks=2),
+            dict(width=64, step=128, stages=6, consumers=1, chunks=1),
+            dict(width=64, step=128, stages=6, consumers=1, chunks=2),
         ],
         128: [
             dict(width=128, step=64, stages=6),
             dict(width=128, step=64, stages=6, cluster=2),
             dict(width=128, step=64, stages=6, cluster=4),
+            dict(width=128, step=64, stages=8, consumers=1, chunks=2),
+            dict(width=128, step=64, stages=8, consumers=1, chunks=2, cluster=2),
         ],
         256: [
             dict(width=256, step=64, stages=4),
             dict(width=256, step=64, stages=4, cluster=2),
             dict(width=256, step=64, stages=4, cluster=4),
             dict(width=128, step=64, stages=6, cluster=2),
+            dict(width=256, step=64, stages=4, consumers=1, chunks=2, cluster=2),
         ],
         2048: [
             dict(width=128, step=64, stages=6),
