@@ -1,11 +1,13 @@
 """The Hopper kernels on this machine's GPU: checked against the float32 oracle, then measured.
 
-    python benchmarks/kernels.py                     # check and measure everything, about eight minutes on an H200
+    python benchmarks/kernels.py                     # check and measure everything
     python benchmarks/kernels.py --sections decode   # some of: ceilings check invariance decode prefill mixed ...
+    python benchmarks/kernels.py --sections sweep prefill_sweep --ours-only   # other configurations
     python benchmarks/kernels.py --json out.json     # the figures as data too
     python benchmarks/kernels.py --sections grouped --tiny   # whether it runs, interpreted, on any machine
 
-Each section runs in a process of its own with a time limit, so one that hangs or crashes costs only itself.
+Each section runs in processes of its own with a time limit, so one that hangs or crashes costs only itself. The first
+eight of the table below run side by side: they check and compile at the same time, and then measure one at a time.
 
     kernel     median time of one launch, from the profiler
     layer      the whole operation as it stands in a layer: from the first kernel's start to the last one's end over
@@ -21,6 +23,7 @@ that the caches of one pass together exceed the L2.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import glob
 import json
@@ -29,54 +32,45 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import attention_times
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
 SECTIONS = {
-    "ceilings": 120,
     "check": 240,
     "invariance": 120,
+    "ceilings": 240,
     "decode": 240,
-    "prefill": 200,
-    "mixed": 120,
-    "grouped": 300,
-    "dense": 240,
-    "dense_layers": 200,
+    "prefill": 240,
+    "mixed": 240,
     "sweep": 240,
+    "prefill_sweep": 240,
+    "grouped": 300,
+    "dense": 300,
+    "dense_layers": 300,
     "grouped_sweep": 400,
     "dense_sweep": 300,
 }
-"""Section: its time limit in seconds."""
+"""Section: its time limit in seconds; of those that measure in turn, from when the first may begin."""
 
-SWEEP = [
-    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=4),
-    dict(step=64, stages=3, ctas_per_sm=2, min_chunk=4),
-    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=2),
-    dict(step=64, stages=2, ctas_per_sm=3, min_chunk=8),
-    dict(step=64, stages=2, ctas_per_sm=2, min_chunk=4),
-    dict(step=128, stages=3, ctas_per_sm=1, min_chunk=2),
-]
-"""Decode configurations tried by the section of that name."""
+ATTENTION_TIMED = ("decode", "prefill", "mixed", "sweep", "prefill_sweep")
+DENSE_TIMED = ("dense", "dense_layers", "dense_sweep")
+IN_TURN = ("ceilings", *ATTENTION_TIMED, *DENSE_TIMED)
+"""Sections that compile beside others and then wait for their turn to measure."""
+TOGETHER = ("check", "invariance", *IN_TURN)
 
-SHARDS = {"check": 6}
+SHARDS = {
+    "check": 8, "decode": 2, "prefill": 2, "sweep": 6, "prefill_sweep": 3, "dense": 5, "dense_layers": 3,
+    "dense_sweep": 4,
+}  # fmt: skip
 """Sections that mostly compile, and so run as several processes at a time."""
-
-DECODE = [
-    # rows, context, target TB/s or us
-    (1, 4096, "us", 7.0), (1, 32768, "TB/s", 3.0), (16, 2048, "TB/s", 3.7), (64, 4096, "TB/s", 4.1),
-    (256, 1024, "TB/s", 4.1), (8, 1024, "", 0.0),
-]  # fmt: skip
-PREFILL = [
-    # rows of (context, new), target TFLOP/s
-    ([(8192, 8192)], 570), ([(4096, 4096)] * 4, 570), ([(16384, 2048)], 590), ([(33280, 512)], 500),
-    ([(2048, 2048)], 0), ([(1024, 1024)] * 8, 0),
-]  # fmt: skip
 
 
 def main() -> int:
@@ -100,62 +94,103 @@ def main() -> int:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="section grouped only: interpreted, without a GPU, in sizes for that",
+        help="interpreted, without a GPU, in sizes for that; times mean nothing",
     )
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
         globals()[f"section_{args.in_process}"](Context(json.loads(args.override), args.ours_only, args.tiny))
         return 0
-    if args.tiny and args.sections != ["grouped"]:
-        parser.error("--tiny is for --sections grouped alone")
+    if args.tiny and (refused := set(args.sections) - {"grouped", *ATTENTION_TIMED}):
+        parser.error(f"--tiny is not for --sections {' '.join(sorted(refused))}")
     records: list[dict[str, Any]] = []
-    for section in args.sections:
+    together = [each for each in TOGETHER if each in args.sections]
+    for sections in ([together] if together else []) + [[s] for s in args.sections if s not in TOGETHER]:
         began = time.time()
-        records += run_section(section, args)
-        print(f"# {section}: {time.time() - began:.0f} s", flush=True)
+        records += run_sections(sections, args)
+        print(f"# {' '.join(sections)}: {time.time() - began:.0f} s", flush=True)
     report(records)
     if args.json:
         args.json.write_text(json.dumps(records, indent=1))
     return 1 if any(r["name"] == "FAILED" or r.get("wrong") for r in records) else 0
 
 
-def run_section(section: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run a section in processes of its own; what they emitted, and a record of each failure."""
+@dataclass
+class Running:
+    """One process of a section."""
+
+    section: str
+    process: subprocess.Popen[bytes]
+    out: Any
+    ready: Path
+    failure: str = ""
+
+    def is_done(self) -> bool:
+        return self.process.poll() is not None
+
+    def stop(self, why: str) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.failure = why
+
+
+def run_sections(sections: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run sections side by side in processes of their own; what they emitted, and a record of each failure.
+
+    Those that measure are let go when the others are done and all of them are ready; a lock lets them in one by one.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        turns = Path(name)
+        running = [each for section in sections for each in start(section, args, turns)]
+        began, go = time.time(), turns / "go"
+        records: list[dict[str, Any]] = []
+        while running:
+            for each in [each for each in running if each.is_done()]:
+                running.remove(each)
+                records += collect(each)  # now, so that an interrupted run leaves what it found
+            measuring = [each for each in running if each.section in IN_TURN]
+            others = [each for each in running if each.section not in IN_TURN]
+            if not go.exists() and not others and all(each.ready.exists() for each in measuring):
+                go.touch()
+                print(f"# compiled and checked after {time.time() - began:.0f} s", flush=True)
+                began = time.time()
+            for each in measuring + others:
+                if time.time() - began > SECTIONS[each.section]:
+                    each.stop(f"hung: stopped after {SECTIONS[each.section]} s")
+            time.sleep(0.1)
+        return records
+
+
+def start(section: str, args: argparse.Namespace, turns: Path) -> list[Running]:
     shards = SHARDS.get(section, 1)
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / shards:.2f}"}
     command = [sys.executable, __file__, "--in-process", section, "--override", args.override]
     command += ["--ours-only"] if args.ours_only else []
     command += ["--tiny"] if args.tiny else []
-    processes = []
+    started = []
     for shard in range(shards):
-        out = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        shard_of = {"KERNELS_SHARD": f"{shard}/{shards}"}
-        started = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**environment, **shard_of}
-        )
-        processes.append((started, out))
-    records: list[dict[str, Any]] = []
-    deadline = time.time() + SECTIONS[section]
-    for process, out in processes:
-        try:
-            failure = "" if process.wait(max(deadline - time.time(), 1)) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            failure = f"hung: stopped after {SECTIONS[section]} s"
-        out.seek(0)
-        lines = out.read().splitlines()
-        emitted = [line for line in lines if line.startswith('{"section"')]
-        print("\n".join(emitted), flush=True)  # now, so that an interrupted run leaves what it found
-        records += map(json.loads, emitted)
-        if failure:
-            records.append({"section": section, "name": "FAILED", "error": failure})
-            print(f"{section}: {failure}")
-        said = [line for line in lines if not line.startswith('{"section"')]
-        print(
-            "\n".join(said[-25:] if failure else [line for line in said if line.startswith("#")]), flush=True
-        )
+        out, ready = tempfile.TemporaryFile("w+"), turns / f"{section}.{shard}"  # noqa: SIM115
+        environment = {
+            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "KERNELS_SHARD": f"{shard}/{shards}",
+            "KERNELS_READY": str(ready),
+        }  # fmt: skip
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        started.append(Running(section, process, out, ready))
+    return started
+
+
+def collect(each: Running) -> list[dict[str, Any]]:
+    failure = each.failure or ("" if each.process.returncode == 0 else "failed")
+    each.out.seek(0)
+    lines = each.out.read().splitlines()
+    records = [json.loads(line) for line in lines if line.startswith('{"section"')]
+    for record in records:
+        print(json.dumps(record), flush=True)
+    if failure:
+        records.append({"section": each.section, "name": "FAILED", "error": failure})
+        print(f"{each.section}: {failure}")
+    said = [line for line in lines if not line.startswith('{"section"')]
+    said = said[-25:] if failure else [line for line in said if line.startswith("#")]
+    print("\n".join(said), end="\n" if said else "", flush=True)
     return records
 
 
@@ -168,17 +203,19 @@ def report(records: list[dict[str, Any]]) -> None:
         if r["section"] in ("check", "invariance"):
             print("  ".join(f"{key} {value}" for key, value in r.items() if key != "section"))
     print(
-        f"{'shape':28} {'path':22} {'kernel us':>9} {'layer us':>9} {'rate':>13} {'ceiling':>8} {'target':>12}"
+        f"{'shape':30} {'path':46} {'kernel us':>9} {'layer us':>9} {'rate':>13} {'ceiling':>8} {'target':>12}"
     )
     for r in records:
         if "kernel_us" not in r:
+            if "path" in r and "error" in r:
+                print(f"{r['name']:30} {r['path']:46} {r['error']}")
             continue
         unit = r["unit"]
         top = ceiling.get("copy" if unit == "TB/s" else "product")
         share = f"{r['rate'] / top:.0%}" if top else "-"
         rate = f"{r['rate']:.2f} {unit}" if unit == "TB/s" else f"{r['rate']:.0f} {unit}"
         print(
-            f"{r['name']:28} {r['path']:22} {r['kernel_us']:9.1f} {r['layer_us']:9.1f} {rate:>13} {share:>8} "
+            f"{r['name']:30} {r['path']:46} {r['kernel_us']:9.1f} {r['layer_us']:9.1f} {rate:>13} {share:>8} "
             f"{r.get('target', ''):>12}" + (f"  error {r['error']}" if "error" in r else "")
         )
 
@@ -204,12 +241,39 @@ class Context:
         self.grouped = override.get("grouped", {})
         self.dense = override.get("dense", {})
         decode, prefill = gpu._tuned("decode", HEAD_SIZE), gpu._tuned("prefill", HEAD_SIZE)
+        interpret = None
+        if tiny:
+            from jax.experimental.pallas import mosaic_gpu as plgpu
+
+            interpret = plgpu.InterpretGPUParams()
         self.tuned = gpu.GpuBackend(
+            num_sms=2 if tiny else None,
+            interpret=interpret,
             decode=DecodeConfig(**{**decode, **override["decode"]}) if "decode" in override else None,
             prefill=PrefillConfig(**{**prefill, **override["prefill"]}) if "prefill" in override else None,
         )
         self.stored_head_size = gpu.stored_head_size
         self.rng = np.random.default_rng(int(time.time_ns()) % 2**32)
+
+    def await_turn(self) -> None:
+        """Say that everything is compiled, and wait until this process may have the device to itself."""
+        ready = os.environ.get("KERNELS_READY")
+        if ready is None:
+            return
+        self.jax.block_until_ready(self.jnp.zeros(1) + 1)
+        Path(ready).touch()
+        while not Path(ready).with_name("go").exists():
+            time.sleep(0.02)
+        self.turn = open(Path(ready).with_name("turn"), "w")  # noqa: SIM115 - until the process ends
+        fcntl.flock(self.turn, fcntl.LOCK_EX)
+
+    def profile(self, run: Callable[[], Any]) -> Any:
+        return profile(self, run)
+
+    def kernel_and_layer(
+        self, runs: Any, num_layers: int, match: Callable[[str], bool]
+    ) -> tuple[float, float]:
+        return kernel_and_layer(runs, num_layers, match)
 
     def random(self, *shape: int, dtype: Any = None) -> Any:
         key = self.jax.random.key(int(self.rng.integers(2**31)))
@@ -269,7 +333,7 @@ class Context:
         def program(q, k, v, caches, metadata):
             plan = backend.prepare(
                 metadata, options, num_tokens=q.shape[0], num_heads=q.shape[1], num_kv_heads=num_kv_heads,
-                head_size=q.shape[2],
+                head_size=q.shape[2], kv_cache=caches[0],
             )  # fmt: skip
             out = []
             for cache in caches:
@@ -285,6 +349,9 @@ def profile(
 ) -> list[list[tuple[str, float, float]]]:
     """Device events (name, start us, duration us) of each of ``repeats`` runs, in order of start."""
     jax = context.jax
+    if context.tiny:
+        jax.block_until_ready(run())
+        return [[("paged_update paged_decode paged_prefill", 0.0, 1.0)]]
     for _ in range(3):
         jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
@@ -324,12 +391,9 @@ def kernel_and_layer(runs, num_layers: int, match: Callable[[str], bool]) -> tup
     return float(np.median(kernel)), float(np.median(layer))
 
 
-def is_ours(name: str) -> bool:
-    return "paged_" in name
-
-
 def section_ceilings(context: Context) -> None:
     jax, jnp = context.jax, context.jnp
+    context.await_turn()
     x = context.random(2**30)
     copy = jax.jit(jnp.copy)
     seconds = wall(context, lambda: copy(x), 5)  # noqa: F821
@@ -559,216 +623,25 @@ def section_invariance(context: Context) -> None:
 
 
 def section_decode(context: Context) -> None:
-    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
+    attention_times.decode(context, emit)
 
-    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
-    for rows, length, unit, target in DECODE:
-        num_bytes = 2 * rows * length * KV_HEADS * HEAD_SIZE * 2
-        num_layers = int(min(16, max(4, 3e8 // num_bytes)))
-        metadata, num_blocks, _ = context.batch([(length, 1)] * rows)
-        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        caches = [context.random(*shape) for _ in range(num_layers)]
-        q, k, v = (context.random(rows, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
-        program = context.layers(num_layers, options)
 
-        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=[caches]):  # noqa: B006
-            out, state[0] = program(q, k, v, state[0], metadata)
-            return out
+def section_prefill(context: Context) -> None:
+    attention_times.prefill(context, emit)
 
-        kernel, layer = kernel_and_layer(profile(context, ours), num_layers, is_ours)
-        name = f"decode {rows} x {length}"
-        record = dict(section="decode", name=name, unit="TB/s")
-        wanted = f"{target} {unit}" if unit else ""
-        rate = num_bytes / kernel / 1e6
-        emit(**record, path="ours", kernel_us=kernel, layer_us=layer, rate=rate, target=wanted)
-        if not context.ours_only:
-            compare_decode(context, record, q, ours.__defaults__[-1], metadata, num_layers, num_bytes)
-        del caches, ours
+
+def section_mixed(context: Context) -> None:
+    attention_times.mixed(context, emit)
 
 
 def section_sweep(context: Context) -> None:
     """Decode under other configurations."""
-    from dataclasses import replace
-
-    from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
-    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
-
-    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
-    for rows, length in ((1, 4096), (16, 2048), (64, 4096), (256, 1024)):
-        num_bytes = 2 * rows * length * KV_HEADS * HEAD_SIZE * 2
-        num_layers = int(min(16, max(4, 3e8 // num_bytes)))
-        metadata, num_blocks, _ = context.batch([(length, 1)] * rows)
-        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        state = [[context.random(*shape) for _ in range(num_layers)]]
-        q, k, v = (context.random(rows, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
-        for configuration in SWEEP:
-            backend = replace(context.tuned, decode=DecodeConfig(**configuration))
-            program = context.layers(num_layers, options, backend=backend)
-
-            def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
-                out, state[0] = program(q, k, v, state[0], metadata)
-                return out
-
-            kernel, layer = kernel_and_layer(profile(context, ours), num_layers, is_ours)
-            name = " ".join(f"{key.split('_')[0]}={value}" for key, value in configuration.items())
-            emit(
-                section="sweep", name=f"decode {rows} x {length}", unit="TB/s", path=name, kernel_us=kernel,
-                layer_us=layer, rate=num_bytes / kernel / 1e6,
-            )  # fmt: skip
+    attention_times.sweep(context, emit)
 
 
-def compare_decode(context: Context, record, q, state, metadata, num_layers: int, num_bytes: int) -> None:
-    jax, jnp = context.jax, context.jnp
-    caches = state[0]
-
-    def everything(name: str) -> bool:
-        return "memcpy" not in name.lower() or True
-
-    def gather(q, caches, metadata):
-        for cache in caches:
-            rows, heads, size = q.shape
-            k, v = (jnp.moveaxis(half[metadata.block_tables], 2, 1) for half in cache)
-            k, v = (x.reshape(rows, KV_HEADS, -1, size) for x in (k, v))
-            grouped = q.reshape(rows, KV_HEADS, -1, size)
-            s = jnp.einsum("rkgd,rksd->rkgs", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
-            s = jnp.where(jnp.arange(k.shape[2]) < metadata.seq_lens[:, None, None, None], s, -jnp.inf)
-            p = jax.nn.softmax(s, -1).astype(q.dtype)
-            q = jnp.einsum("rkgs,rksd->rkgd", p, v).reshape(rows, heads, size)
-        return q
-
-    measure(
-        context,
-        record,
-        "gather",
-        functools.partial(jax.jit(gather), q, caches, metadata),
-        num_layers,
-        num_bytes,
-    )
-    try:
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-    except ImportError:
-        return
-    halves = [(jnp.moveaxis(c[0], 0, 1), jnp.moveaxis(c[1], 0, 1)) for c in caches[: max(num_layers // 2, 2)]]
-    best = None
-    for splits in (1, 4, 16):
-        if metadata.block_tables.shape[1] % splits:
-            continue
-
-        def deprecated(q, halves, metadata, splits=splits):
-            for k, v in halves:
-                q = paged_attention(
-                    q * HEAD_SIZE**-0.5, k, v, metadata.block_tables, metadata.seq_lens, k_splits=splits
-                )
-            return q
-
-        try:
-            run = functools.partial(jax.jit(deprecated), q, halves, metadata)
-            found = kernel_and_layer(profile(context, run), len(halves), everything)
-        except Exception as error:
-            print(f"# deprecated kernel, {splits} splits: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        best = min(best or found, found, key=lambda x: x[1])
-    if best:
-        emit(
-            **record,
-            path="jax deprecated",
-            kernel_us=best[0],
-            layer_us=best[1],
-            rate=num_bytes / best[1] / 1e6,
-        )
-
-
-def measure(context: Context, record, path: str, run, num_layers: int, work: float) -> None:
-    try:
-        kernel, layer = kernel_and_layer(profile(context, run), num_layers, lambda name: True)
-        emit(**record, path=path, kernel_us=kernel, layer_us=layer, rate=work / layer / 1e6)
-    except Exception as error:
-        print(f"# {record['name']} {path}: {type(error).__name__}: {str(error)[:200]}")
-
-
-def section_prefill(context: Context) -> None:
-    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
-
-    jax, jnp = context.jax, context.jnp
-    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
-    for rows, target in PREFILL:
-        operations = sum(
-            4 * HEADS * HEAD_SIZE * (new * (context_ - new) + new * (new + 1) / 2) for context_, new in rows
-        )
-        num_layers = 3
-        metadata, num_blocks, _ = context.batch(rows)
-        num_tokens = metadata.positions.shape[0]
-        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        caches = [context.random(*shape) for _ in range(num_layers)]
-        q, k, v = (context.random(num_tokens, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
-        program = context.layers(num_layers, options)
-        state = [caches]
-
-        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
-            out, state[0] = program(q, k, v, state[0], metadata)
-            return out
-
-        runs = profile(context, ours)
-        kernel, _ = kernel_and_layer(runs, num_layers, lambda name: "paged_prefill" in name)
-        _, layer = kernel_and_layer(runs, num_layers, is_ours)
-        context_, new = rows[0]
-        name = f"prefill {len(rows)} x {new}" + (f" after {context_ - new}" if context_ > new else "")
-        record = dict(section="prefill", name=name, unit="TFLOP/s")
-        emit(
-            **record, path="ours", kernel_us=kernel, layer_us=layer, rate=operations / kernel / 1e6,
-            target=f"{target}" if target else "",
-        )  # fmt: skip
-        if context.ours_only or context_ > new:
-            continue
-        dense = [x.reshape(len(rows), new, -1, HEAD_SIZE) for x in (q, k, v)]
-
-        @jax.jit
-        def cudnn(q, k, v):
-            for _ in range(num_layers):  # noqa: B023
-                q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-            return q
-
-        measure(context, record, "cudnn dense", functools.partial(cudnn, *dense), num_layers, operations)
-    del jnp
-
-
-def section_mixed(context: Context) -> None:
-    from pallas_kernels.ragged_paged_attention.options import AttentionOptions
-
-    options = AttentionOptions(scale=HEAD_SIZE**-0.5)
-    num_layers = 3
-    cases = {
-        "decode 200 x 1024": [(1024, 1)] * 200,
-        "prefill 1 x 2048": [(2048, 2048)],
-        "mixed 200 x 1024 + 2048": [(1024, 1)] * 200 + [(2048, 2048)],
-        "mixed 200 x 1024 + 2048, padded": [(1024, 1)] * 200 + [(2048, 2048)],
-    }
-    for name, rows in cases.items():
-        padding = dict(pad_tokens=4096 - 2248, pad_rows=55) if "padded" in name else {}
-        metadata, num_blocks, _ = context.batch(rows, **padding)
-        num_tokens = metadata.positions.shape[0]
-        shape = context.tuned.kv_cache_shape(num_blocks, BLOCK, KV_HEADS, HEAD_SIZE)
-        state = [[context.random(*shape) for _ in range(num_layers)]]
-        q, k, v = (context.random(num_tokens, h, HEAD_SIZE) for h in (HEADS, KV_HEADS, KV_HEADS))
-        program = context.layers(num_layers, options)
-
-        def ours(program=program, q=q, k=k, v=v, metadata=metadata, state=state):
-            out, state[0] = program(q, k, v, state[0], metadata)
-            return out
-
-        runs = profile(context, ours)
-        kernel, layer = kernel_and_layer(runs, num_layers, is_ours)
-        operations = sum(4 * HEADS * HEAD_SIZE * (new * (c - new) + new * (new + 1) / 2) for c, new in rows)
-        parts = {}
-        for part in ("paged_update", "paged_decode", "paged_prefill"):
-            if any(part in e[0] for e in runs[0]):
-                parts[part] = round(kernel_and_layer(runs, num_layers, lambda n, part=part: part in n)[0], 1)
-        plan = [e for e in runs[0] if not is_ours(e[0])]
-        parts["other"] = round(sum(e[2] for e in plan), 1)
-        emit(
-            section="mixed", name=name, path=" ".join(f"{k[6:] or k}={v}" for k, v in parts.items()), unit="TFLOP/s",
-            kernel_us=kernel, layer_us=layer, rate=operations / layer / 1e6,
-        )  # fmt: skip
+def section_prefill_sweep(context: Context) -> None:
+    """Prefill under other configurations."""
+    attention_times.prefill_sweep(context, emit)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------

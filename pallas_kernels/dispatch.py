@@ -44,8 +44,12 @@ class AttentionBackend(Protocol):
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
+        kv_cache: KVCache | None = None,
     ) -> Any:
-        """What a step's layers with these options share, worked out once: ``update_and_attend``'s ``plan``."""
+        """What a step's layers with these options share, worked out once: ``update_and_attend``'s ``plan``.
+
+        ``kv_cache`` is the cache of one of them, for its shape and type.
+        """
         ...
 
     def update_and_attend(
@@ -96,7 +100,7 @@ class BlockedBackend:
     def block_axis(self) -> int:
         return 1
 
-    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: Any) -> None:
         return None
 
     def update_and_attend(

@@ -72,10 +72,11 @@ def kv_cache_update(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load(turn + 1)
 
+            # All of them before anything that the compiler may not move them past: one round trip to memory.
+            slots = [slot_mapping[first_token(turn) + i] for i in range(batch)]
             plgpu.barrier_wait(full.at[stage])
-            for i in range(batch):
+            for i, slot in enumerate(slots):
                 token = first_token(turn) + i
-                slot = slot_mapping[token]
                 ours = (token >= (cta + turn * num_ctas) * batch) & (token < live)
 
                 @pl.when(ours & (slot >= 0) & (slot < num_blocks * block_size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -163,7 +163,7 @@ class GpuBackend:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        block_size: int | None = None,
+        kv_cache: KVCache | None = None,
     ) -> GpuPlan:
         """Cut one step's work, for every layer with these heads and this window.
 
@@ -173,15 +173,22 @@ class GpuBackend:
         Args:
             num_tokens: T of the step.
             num_heads, num_kv_heads, head_size: of the layer (on this device).
-            block_size: of its cache; None costs every decode kernel a microsecond or so as it starts.
+            kv_cache: its cache, of which shape and type matter; None costs every decode kernel a microsecond or so as
+                it starts.
         """
+        config = self._decode(head_size, num_heads // num_kv_heads)
+        block_size = None
+        if kv_cache is not None:
+            block_size = values_of(kv_cache).shape[3]
+            if values_of(kv_cache).dtype.itemsize == 1:  # then registers have room for no more
+                config = replace(config, ctas_per_sm=min(config.ctas_per_sm, 2))
         decode = plan_decode(
             metadata,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             sliding_window=options.sliding_window,
             num_sms=self._num_sms(),
-            config=self._decode(head_size, num_heads // num_kv_heads),
+            config=config,
         )
         decode = DecodePlan(
             rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters)
@@ -239,7 +246,7 @@ class GpuBackend:
                 num_heads=q.shape[1],
                 num_kv_heads=k.shape[1],
                 head_size=head_size,
-                block_size=block_size,
+                kv_cache=kv_cache,
             )
         if stored != head_size:
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - head_size))) for x in (q, k, v))

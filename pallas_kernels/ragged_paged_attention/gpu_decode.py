@@ -30,7 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, copy_layout, store
+from pallas_kernels.ragged_paged_attention.gpu_partials import load_partial, save_partial, store_columns
+from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, copy_layout, warpgroup_barrier
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -47,6 +48,8 @@ class DecodeConfig:
         ctas_per_sm: CTAs (thread blocks) that share a multiprocessor, bounded by shared memory and registers.
         min_chunk: smallest chunk, in steps.
         max_chunks: most chunks of a sequence, a power of two; longer rows get larger chunks.
+        merge: chunks that are loaded at a time when a sequence is merged, for 8 heads of 128; bounded by registers.
+        auto_barriers: leave barriers to the compiler, which puts two around every store and one before every copy.
     """
 
     step: int = 64
@@ -54,6 +57,8 @@ class DecodeConfig:
     ctas_per_sm: int = 3
     min_chunk: int = 4
     max_chunks: int = 32
+    merge: int = 6
+    auto_barriers: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -240,7 +245,9 @@ def decode_attention(
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types=_scratch(case, q.dtype, kv_cache.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=1024, unsafe_no_auto_barriers=not config.auto_barriers
+        ),
         kernel_name="paged_decode",
         interpret=interpret,
     )
@@ -282,8 +289,9 @@ class _Case:
     @property
     def merge_width(self) -> int:
         """Partial results loaded at a time when a sequence is merged: as many as registers allow."""
-        width = 5 if self.options.sliding_window is None else 4
-        return max(width * 8 * 128 // (self.columns * self.head_size), 1)
+        registers = self.columns * self.head_size // 128 + self.columns // 2
+        merge = self.config.merge if self.options.sliding_window is None else self.config.merge - 2
+        return max(12 * merge // registers, 1)
 
 
 def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
@@ -313,9 +321,6 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         weights_or_count=plgpu.RefUnion(
             plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
         ),
-        partial_or_out=plgpu.RefUnion(
-            plgpu.SMEM((2, columns), jnp.float32), plgpu.SMEM((columns, head_size), dtype)
-        ),
         kv_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         q_full=plgpu.Barrier(num_barriers=2),
         new_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -336,12 +341,16 @@ def _kernel_body(case: _Case):
     def tile(rows, value):
         return plgpu.layout_cast(jnp.full((rows, columns), value, jnp.float32), plgpu.Layout.WGMMA)
 
+    def nothing():
+        """The state before any key."""
+        return per_column(-jnp.inf), per_column(0.0), tile(head_size, 0.0)
+
     def over_rows(x, rows):
         return lax.broadcast_in_dim(x, (rows, columns), [1])
 
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
-        k_s, v_s, q_s, new_s, weights_or_count, partial_or_out, kv_full, q_full, new_full, q_in=None,
+        k_s, v_s, q_s, new_s, weights_or_count, kv_full, q_full, new_full, q_in=None,
         k_in=None, v_in=None, scales_in=None,
     ):  # fmt: skip
         arriving = (k_in, v_in) if case.widens else (k_s, v_s)
@@ -349,11 +358,14 @@ def _kernel_body(case: _Case):
         scales, refs = (refs[0], refs[1:]) if case.scaled else (None, refs)
         counters, cache, out, part, stat = refs
         p_s, count_s = weights_or_count
-        stat_s, out_s = partial_or_out
         num_kv_heads, table_width, num_groups = cache.shape[2], tables.shape[1], stretches.shape[0]
         me, head = lax.div(lax.axis_index("cta"), num_kv_heads), lax.rem(lax.axis_index("cta"), num_kv_heads)
         num_rows = stretches[me, Stretch.ROWS]
         per_step = blocks_per_step(step_size, block_size)
+
+        def barrier():
+            if not config.auto_barriers:
+                warpgroup_barrier(compiled=case.atomic)
 
         def block_ids(row, step):
             """The KV blocks of a step; which may lie past the row's end, where nobody looks at them."""
@@ -437,7 +449,7 @@ def _kernel_body(case: _Case):
                     target[0, :, part_of_head] = widened(value, scale)
             plgpu.commit_smem()
 
-        def patch(slot, row, step, piece, last, length):
+        def patch(slot, target, step, piece, last, length):
             """Put the new token into the loaded tile, zero its masked values, and write the token to the cache."""
             side = lax.rem(piece, 2)
             is_last = step == last - 1
@@ -446,26 +458,28 @@ def _kernel_body(case: _Case):
             def _wait():
                 plgpu.barrier_wait(new_full.at[side])
 
-            at = (
-                plgpu.broadcasted_iota(jnp.int32, (step_size, 64), 0, layout=plgpu.Layout.WGMMA)
-                + step * step_size
-            )
-            is_new = at == length - 1
-            seen = at < length
-            if window is not None:
-                seen = seen & (at >= length - window)
-
             def put(with_new):
+                for begin in range(0, step_size, 64):  # in parts, to hold fewer registers
+                    put_keys(begin, with_new)
+
+            def put_keys(begin_key, with_new):
+                keys = pl.ds(begin_key, 64)
+                at = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA)
+                at = at + step * step_size + begin_key
+                is_new = at == length - 1
+                seen = at < length
+                if window is not None:
+                    seen = seen & (at >= length - window)
                 if case.scaled and with_new:
-                    place = jnp.clip(slot_mapping[row], 0, cache.shape[1] * block_size - 1)
+                    place = jnp.clip(target, 0, cache.shape[1] * block_size - 1)
                     block, offset = lax.div(place, block_size), lax.rem(place, block_size)
                     new_scales = [scales[block, half, head, offset] for half in range(2)]
-                for begin in range(0, head_size, 64):  # in parts, to hold fewer registers
+                for begin in range(0, head_size, 64):
                     part_of_head = pl.ds(begin, 64)
                     for i, buffer in enumerate((k_s, v_s)):
                         if buffer is k_s and not with_new:
                             continue
-                        tile_ref = buffer.at[slot, :, part_of_head]
+                        tile_ref = buffer.at[slot, keys, part_of_head]
                         value = plgpu.load(tile_ref, layout=plgpu.Layout.WGMMA)
                         if buffer is v_s:
                             value = jnp.where(seen, value, jnp.zeros_like(value))
@@ -476,6 +490,7 @@ def _kernel_body(case: _Case):
                                 new = widened(new, new_scales[i] if case.scaled else None)
                             value = jnp.where(is_new, lax.broadcast_in_dim(new, at.shape, [1]), value)
                         tile_ref[...] = value
+                        barrier()  # nothing reads this; it keeps the parts' registers apart
 
             if window is None:  # then only last steps are patched
                 put(True)
@@ -483,7 +498,6 @@ def _kernel_body(case: _Case):
                 pl.when(is_last)(lambda: put(True))
                 pl.when(jnp.logical_not(is_last))(lambda: put(False))
             plgpu.commit_smem()
-            target = slot_mapping[row]
 
             @pl.when(is_last & (target >= 0) & (target < cache.shape[1] * block_size))
             def _write():
@@ -499,42 +513,36 @@ def _kernel_body(case: _Case):
             acc = acc * over_rows(old, head_size) + chunk_acc * over_rows(new, head_size)
             return new_top, total * old + chunk_total * new, acc
 
-        def store_partial(slot, state):
-            top, total, acc = state
-            store(part.at[slot], acc)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store(stat_s.at[0], top)
-            store(stat_s.at[1], total)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stat_s, stat.at[slot])
+        def store_state(slot, state):
+            save_partial(part.at[slot], stat.at[slot], state, group, compiled=case.atomic)
 
-        def load_partial(slot):
-            top = plgpu.load(stat.at[slot, 0], layout=column_layout, optimized=False)
-            total = plgpu.load(stat.at[slot, 1], layout=column_layout, optimized=False)
-            return top, total, plgpu.load(part.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+        def load_state(slot):
+            shape = (head_size, columns)
+            return load_partial(part.at[slot], stat.at[slot], shape, group, compiled=case.atomic)
 
         def merge(folded, final):
-            """Fold the chunks in the slots after ``folded``, up to ``final``, into what is there."""
+            """Fold the states in the slots from ``folded`` to ``final``, in order."""
             width = case.merge_width
 
             def several(turn, state):
-                at = folded + 1 + turn * width
-                loaded = [load_partial(jnp.minimum(at + i, final)) for i in range(width)]
+                at = folded + turn * width
+                loaded = [load_state(jnp.minimum(at + i, final)) for i in range(width)]
                 for i, (top, total, acc) in enumerate(loaded):
                     # Past the end the weights become zero.
                     state = fold(state, (top + jnp.where(at + i <= final, 0.0, -jnp.inf), total, acc))
                 return state
 
-            return lax.fori_loop(0, pl.cdiv(final - folded, width), several, load_partial(folded))
+            return lax.fori_loop(0, pl.cdiv(final + 1 - folded, width), several, nothing())
+
+        def store_result(row, value):
+            value = value.astype(q.dtype)
+            store_columns(out.at[row, pl.ds(head * group, group)], value, compiled=case.atomic)
 
         def fill_other_rows(decode_rows, live_rows):
             def one_row(turn, _):
                 row = decode_rows + me + turn * num_groups
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 value = jnp.where(row < live_rows, jnp.float32(jnp.nan), jnp.float32(0.0))
-                store(out_s.T, (tile(head_size, 0.0) + value).astype(out_s.dtype))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
+                store_result(row, tile(head_size, 0.0) + value)
 
             lax.fori_loop(0, pl.cdiv(num_rows - decode_rows - me, num_groups), one_row, None)
 
@@ -547,10 +555,7 @@ def _kernel_body(case: _Case):
                 highest = jnp.maximum(top, sink)
                 share = jnp.exp2(top - highest)
                 share = share / (total * share + jnp.exp2(sink - highest))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store(out_s.T, (acc * over_rows(share, head_size)).astype(out_s.dtype))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, group)], out.at[row, pl.ds(head * group, group)])
+            store_result(row, acc * over_rows(share, head_size))
 
         def one_piece(carry):
             row, step, left, piece, done, ahead, (length, first, last, chunk) = carry
@@ -558,10 +563,13 @@ def _kernel_body(case: _Case):
             starts, ends = step == first, stop == last
             begins_in = jnp.where(starts, me, stretches[me, Stretch.BEGINS_IN])
             counter = begins_in * num_kv_heads + head
+            target = slot_mapping[row]  # early, since only who does the last step waits for it
+            begin_chunk = lax.div(step, chunk)
+            slots = counter * (config.max_chunks + 1) - lax.div(first, chunk)
 
-            def slot_of(at):
-                """Where the chunk that step ``at`` belongs to is left for whoever merges the sequence."""
-                return counter * (config.max_chunks + 1) + lax.div(at, chunk) - lax.div(first, chunk)
+            def slot_of(number):
+                """Where that chunk is left for whoever merges the sequence."""
+                return slots + number
 
             side = lax.rem(piece, 2)
             plgpu.barrier_wait(q_full.at[side])
@@ -581,11 +589,10 @@ def _kernel_body(case: _Case):
             def _next_row():
                 load_queries(next_row, 1 - side, next_left >= next_info[2] - next_info[1])
 
-            state = per_column(-jnp.inf), per_column(0.0), tile(head_size, 0.0)
-
             def one_step(at, carry):
                 done, ahead, (top, total, acc) = carry
-                slot = lax.rem(done, stages)
+                # Of one stage, a zero that the compiler does not know: it would keep a register for every address.
+                slot = lax.rem(done, stages) if stages > 1 else jnp.minimum(done, 0)
                 plgpu.barrier_wait(kv_full.at[slot])
                 if case.widens:
                     widen(slot)
@@ -594,7 +601,7 @@ def _kernel_body(case: _Case):
                 needs_patch = at == last - 1
                 if window is not None:
                     needs_patch |= at == first
-                pl.when(needs_patch)(lambda: patch(slot, row, at, piece, last, length))
+                pl.when(needs_patch)(lambda: patch(slot, target, at, piece, last, length))
 
                 def scores(acc_ref):
                     plgpu.wgmma(acc_ref, k_s.at[slot], queries.T)
@@ -623,22 +630,25 @@ def _kernel_body(case: _Case):
                     return acc_ref[...]
 
                 weighted = pl.run_scoped(values, plgpu.ACC((head_size, columns), jnp.float32))
+                barrier()  # all warps are done with the tile and the weights
                 if not case.widens:
                     ahead = prefetch(ahead, slot)
                 total = total * over_rows(shrink, step_size) + p
                 return done + 1, ahead, (new_top, total, acc * over_rows(shrink, head_size) + weighted)
 
-            def one_chunk(_, carry):
+            def one_chunk(number, carry):
                 at, done, ahead, state = carry
-                end = jnp.minimum(stop, (lax.div(at, chunk) + 1) * chunk)
+                end = jnp.minimum(stop, (number + 1) * chunk)
                 fresh = per_column(-jnp.inf), tile(step_size, 0.0), tile(head_size, 0.0)
                 done, ahead, (top, total, acc) = lax.fori_loop(at, end, one_step, (done, ahead, fresh))
                 chunk_state = top, total.sum(axis=0), acc
-                pl.when(jnp.logical_not(starts))(lambda: store_partial(slot_of(at), chunk_state))
+                pl.when(jnp.logical_not(starts))(lambda: store_state(slot_of(number), chunk_state))
                 return end, done, ahead, fold(state, chunk_state)
 
-            num_chunks = pl.cdiv(stop, chunk) - lax.div(step, chunk)
-            _, done, ahead, state = lax.fori_loop(0, num_chunks, one_chunk, (step, done, ahead, state))
+            end_chunk = pl.cdiv(stop, chunk)
+            _, done, ahead, state = lax.fori_loop(
+                begin_chunk, end_chunk, one_chunk, (step, done, ahead, nothing())
+            )
 
             @pl.when(starts & ends)
             def _whole():
@@ -646,8 +656,9 @@ def _kernel_body(case: _Case):
 
             @pl.when(jnp.logical_not(starts & ends))
             def _shared():
-                pl.when(starts)(lambda: store_partial(slot_of(stop - 1), state))
-                plgpu.wait_smem_to_gmem(0)
+                pl.when(starts)(lambda: store_state(slot_of(end_chunk - 1), state))
+                # The first CTA folded its own chunks and left the result in the slot of the last of them.
+                first_stop = stretches[begins_in, Stretch.LAST_STOP]
                 before = add_and_fetch(
                     counters.at[pl.ds(counter, 1)], count_s, stop - step, atomic=case.atomic
                 )
@@ -655,9 +666,8 @@ def _kernel_body(case: _Case):
                 @pl.when(before + stop - step == last - first)
                 def _merge():
                     counters[counter] = jnp.int32(0)
-                    # The first CTA folded its own chunks and left the result in the slot of the last of them.
-                    folded = slot_of(stretches[begins_in, Stretch.LAST_STOP] - 1)
-                    finish(row, merge(folded, slot_of(last - 1)))
+                    folded = slot_of(lax.div(first_stop - 1, chunk))
+                    finish(row, merge(folded, slot_of(lax.div(last - 1, chunk))))
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return next_row, next_info[1], next_left, piece + 1, done, ahead, next_info
@@ -668,11 +678,11 @@ def _kernel_body(case: _Case):
         has_blocks = stretches.shape[1] > Stretch.BLOCKS
         ids = (zero,) * per_step if has_blocks else block_ids(row, step)
         ahead = row, step, info[0], info[2], left, ids
+        pl.when(left > 0)(lambda: load_queries(row, 0, left >= info[2] - step))
         for slot in range(stages):
             column = Stretch.BLOCKS + slot * per_step
             early = tuple(stretches[me, column + i] for i in range(per_step)) if has_blocks else None
             ahead = prefetch(ahead, slot, early)
-        pl.when(left > 0)(lambda: load_queries(row, 0, left >= info[2] - step))
         lax.while_loop(lambda carry: carry[2] > 0, one_piece, (row, step, left, zero, zero, ahead, info))
         if case.writes_all_rows:
             fill_other_rows(stretches[me, Stretch.DECODE_ROWS], stretches[me, Stretch.LIVE_ROWS])

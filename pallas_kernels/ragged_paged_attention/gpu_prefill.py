@@ -38,7 +38,6 @@ ROWS = 64
 """Rows of scores per computing warpgroup, as the instruction wants."""
 
 CONSUMERS = 2
-QUERY_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,18 @@ class PrefillConfig:
         step: keys per step, a multiple of 64.
         stages: steps in flight.
         consumer_registers, producer_registers: registers a thread of a computing and of the loading warpgroup gets.
+        query_buffers: tiles of queries in shared memory: with two, the next ones are loaded ahead. Large heads and
+            caches of small elements have room for one.
+        auto_barriers: leave barriers to the compiler, which puts two around every store and one before every copy. The
+            kernel has what it needs: warps read back only what they wrote themselves, or after ``commit_smem``.
     """
 
     step: int = 128
     stages: int = 2
     consumer_registers: int = 216
     producer_registers: int = 72
+    query_buffers: int = 2
+    auto_barriers: bool = False
 
     def __post_init__(self) -> None:
         # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
@@ -198,7 +203,7 @@ def prefill_attention(
         operands.append(scales)
     # Tiles of small elements arrive in memory of their own, which the second query buffer leaves to them.
     widens = kv_cache.dtype != q.dtype
-    query_buffers = QUERY_BUFFERS if head_size <= 128 and not widens else 1
+    query_buffers = config.query_buffers if head_size <= 128 and not widens else 1
     arriving = (2 if head_size <= 128 else 1) if widens else 0
     scratch = dict(
         q_s=plgpu.SMEM((query_buffers, CONSUMERS, ROWS, head_size), q.dtype, transforms=tiled),
@@ -233,7 +238,9 @@ def prefill_attention(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not config.auto_barriers
+        ),
         kernel_name="paged_prefill",
         interpret=interpret,
     )
@@ -565,11 +572,17 @@ def _kernel_body(
             if not in_step_at_ends:
                 pl.when(warpgroup == 1)(take_turn)
 
-            def one_item(i, done):
+            def steps_of(i):
+                """Of the i-th item, if there is one: its position and steps."""
+                tile = jnp.minimum(item(i)[0], jnp.maximum(counts[0] - 1, 0))
+                return tuple(tiles[tile, n] for n in (4, 5, 6, 7))
+
+            def one_item(i, carry):
+                done, (position, begin, unmasked_end, end) = carry
+                following = steps_of(i + 1)  # now, so that nobody waits for them
                 tile, kv_head = item(i)
                 buffer = lax.rem(i, query_buffers)
-                begin, unmasked_end, end = (tiles[tile, n] for n in (5, 6, 7))
-                my_position = tiles[tile, 4] + (warpgroup * shape.tokens if shape.splits_tokens else 0)
+                my_position = position + (warpgroup * shape.tokens if shape.splits_tokens else 0)
                 top, total = per_row(NOTHING_SEEN), per_row(0.0)
                 if sinks is not None:
                     top = plgpu.load(sinks.at[kv_head, warpgroup], layout=row_layout, optimized=False)
@@ -645,9 +658,9 @@ def _kernel_body(
                     pl.when(warpgroup == 0)(take_turn)
                 store_tile(tile, kv_head, buffer, acc * over_columns(1.0 / total, head_size))
                 plgpu.barrier_arrive(q_free.at[buffer])
-                return done + end - begin
+                return done + end - begin, following
 
-            lax.fori_loop(0, num_own, one_item, jnp.int32(0))
+            lax.fori_loop(0, num_own, one_item, (jnp.int32(0), steps_of(jnp.int32(0))))
             if not in_step_at_ends:
                 pl.when(warpgroup == 0)(take_turn)
             zero_padding()

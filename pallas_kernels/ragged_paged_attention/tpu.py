@@ -110,7 +110,7 @@ class TpuAttentionBackend:
     def block_axis(self) -> int:
         return 0
 
-    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: Any) -> None:
         """The kernel reads the batch's own arrays: nothing to work out."""
         return
 

@@ -41,7 +41,7 @@ def attend(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, layers=
     def step(q, k, v, cache, metadata, sinks):
         plan = ours.prepare(
             metadata, options, num_tokens=q.shape[0], num_heads=q.shape[1], num_kv_heads=kv_heads,
-            head_size=head_size, block_size=block_size,
+            head_size=head_size, kv_cache=cache,
         )  # fmt: skip
         for _ in range(layers):
             out, cache = ours.update_and_attend(q, k, v, cache, metadata, options, sinks, plan)

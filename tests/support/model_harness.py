@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class OracleBackend:
     def block_axis(self) -> int:
         return 1
 
-    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: int) -> None:
+    def prepare(self, metadata: AttentionMetadata, options: AttentionOptions, **sizes: Any) -> None:
         return None
 
     def update_and_attend(
