@@ -207,7 +207,7 @@ class Decoder(nnx.Module):
         """``__call__``, and of each layer with experts int32 [E]: the tokens that each of them got, of this rank's."""
         rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.rotated_size))
         hidden = self.embedding(token_ids)
-        plans = self._plans(token_ids.shape[0], metadata)
+        plans = self._plans(token_ids.shape[0], metadata, kv_caches)
         new_caches: list[KVCache] = []
         loads: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
@@ -230,11 +230,13 @@ class Decoder(nnx.Module):
         known = self.context.dense_matmul is not None and isinstance(following, Attention)
         return Ahead(following.qkv[...]) if known else None
 
-    def _plans(self, num_tokens: int, metadata: AttentionMetadata) -> dict[AttentionOptions, Any]:
+    def _plans(
+        self, num_tokens: int, metadata: AttentionMetadata, kv_caches: list[KVCache]
+    ) -> dict[AttentionOptions, Any]:
         """The backend's plan of this step, once for all layers with equal options."""
-        options = dict.fromkeys(layer.attention.options for layer in self.layers)
+        cache_of = {layer.attention.options: cache for layer, cache in zip(self.layers, kv_caches, strict=True)}
         if self.config.mla is not None:
-            return options
+            return dict.fromkeys(cache_of)
         heads = self.config.num_heads // self.context.tensor_parallel_size
         kv_heads = self.num_kv_heads // self.context.tensor_parallel_size
         sizes = {
@@ -243,7 +245,8 @@ class Decoder(nnx.Module):
             "num_kv_heads": kv_heads,
             "head_size": self.config.head_size,
         }
-        return {each: self.context.backend.prepare(metadata, each, **sizes) for each in options}
+        prepare = self.context.backend.prepare
+        return {each: prepare(metadata, each, kv_cache=cache, **sizes) for each, cache in cache_of.items()}
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, V] float32 scores of hidden states [R, M]; under tensor parallelism this device's columns."""
