@@ -101,6 +101,54 @@ def check(args: argparse.Namespace) -> None:
             flush=True,
         )
 
+    check_route()
+    check_layers(args)
+
+
+def check_route() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_matmul import route
+    from pallas_kernels.grouped_matmul.few import Rule
+    from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
+
+    for tokens, rule in itertools.product(
+        (64, 256, 4096), (Rule(8, renormalize=True), Rule(2, sigmoid=True))
+    ):
+        logits, live = random(tokens, tokens, EXPERTS).astype(jnp.float32), jnp.arange(tokens) % 7 != 3
+        expected = route.route(logits, live, rule)
+        found = jax.jit(functools.partial(GpuRoute(), rule=rule))(logits, live)
+        wrong = not bool(
+            (found.experts == expected.experts).all() and (found.places() == expected.places()).all()
+        )
+        error = float(jnp.max(jnp.abs(found.weights - expected.weights)))
+        print(
+            f"check route {tokens:5} tokens: {error:.1e}{'  WRONG' if wrong or not error < 1e-5 else ''}",
+            flush=True,
+        )
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """The ways that layers can take differ by roundings."""
+    import jax
+    import jax.numpy as jnp
+
+    program, weights = moe_layers(sort=True)
+    for tokens in (1, 8, 64, 192, 1024):
+        x, live = random(5, tokens, HIDDEN), jnp.arange(tokens) % 7 != 3
+        expected, loads = jax.jit(program)(weights, x, live)
+        other, _ = moe_layers(False, both_config(tokens) if args.both and tokens <= 64 else None, weights)
+        found, found_loads = jax.jit(other)(weights, x, live)
+        added = jnp.std((expected - x).astype(jnp.float32))
+        error = float(jnp.std(jnp.where(live[:, None], found - expected, 0).astype(jnp.float32)) / added)
+        # A token whose choices are close may choose otherwise in the second layer.
+        same = bool((found_loads[0] == loads[0]).all())
+        print(
+            f"check layers {tokens:5} tokens: {error:.4f}{'' if error < 0.05 and same else '  WRONG'}",
+            flush=True,
+        )
+
 
 def sweep(args: argparse.Namespace) -> None:
     import jax
