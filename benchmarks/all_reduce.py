@@ -240,7 +240,7 @@ def reducer(name: str, num_devices: int, largest: int) -> Any:
     if blocks:
         from pallas_kernels.all_reduce.gpu import GpuAllReduce
 
-        kernel = GpuAllReduce(num_devices, largest, ((largest, int(blocks)),))
+        kernel = GpuAllReduce(num_devices, largest, ((largest, int(blocks)),), norm_bytes=largest)
 
     def normed(add: Any) -> Any:
         def step(x: Any, peers: Any, stream: Any) -> Any:

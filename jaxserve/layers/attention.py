@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear, split_linear
-from jaxserve.layers.params import LayerContext, value_of
+from jaxserve.layers.linear import linear, onto_stream
+from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -84,11 +84,11 @@ class Attention(nnx.Module):
         rope: RopeAngles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        plan: Any = None,
-        kv_scales: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        plan: Any,
+        kv_scales: jax.Array | None,
+        stream: StreamNorm,
         ahead: Ahead | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
         """Attend, with this device's heads.
 
         Args:
@@ -98,11 +98,12 @@ class Attention(nnx.Module):
             metadata: the step's batch.
             plan: the backend's, for this step and these options.
             kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
-            residual: added to the result, of its shape.
+            stream: what the result is added to, and the norm of that.
             ahead: the product that comes next.
 
         Returns:
-            ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
+            (the stream, [T, M], or this device's tokens of it where tokens are shared; its norms, [T, M]; the updated
+            cache).
         """
         num_tokens = x.shape[0]
         qkv = linear(
@@ -123,5 +124,7 @@ class Attention(nnx.Module):
         if kv_scales is not None:
             attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
-        out = split_linear(attended, self.out[...], value_of(self.out_bias), self.context, residual, ahead)
-        return out, kv_cache
+        hidden, normal = onto_stream(
+            attended, self.out[...], value_of(self.out_bias), self.context, stream, ahead
+        )
+        return hidden, normal, kv_cache

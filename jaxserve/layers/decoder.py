@@ -19,7 +19,7 @@ from jaxserve.layers.mla import LatentAttention, MLAConfig
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.moe import MoE, MoEConfig
 from jaxserve.layers.norm import StackedNormWeights
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, StreamNorm
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.all_reduce.peers import current_peers, reaching
 from pallas_kernels.dense_matmul.dispatch import Ahead
@@ -94,6 +94,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         hidden: jax.Array,
+        normal: jax.Array,
         norm_weights: tuple[jax.Array, jax.Array],
         rope: RopeAngles,
         kv_cache: KVCache,
@@ -101,28 +102,30 @@ class DecoderLayer(nnx.Module):
         plan: Any,
         kv_scales: jax.Array | None,
         ahead: Ahead | None = None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """The residual stream, the updated cache and, of a layer with experts, int32 [E]: the tokens that each got.
+    ) -> tuple[jax.Array, jax.Array, KVCache, jax.Array | None]:
+        """One layer's work on the residual stream.
 
         Args:
             hidden: the residual stream, [T, M]; where tokens are shared, this device's of them.
-            norm_weights: [M] each, of the norms before attention and before the feed-forward.
+            normal: [T, M], its norms.
+            norm_weights: [M] each, of the norms before the feed-forward and after the layer.
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
             ahead: the next layer's first product.
-        """
-        context, num_tokens = self.attention.context, metadata.positions.shape[0]
-        normal = context.gather_tokens(self._normal(hidden, norm_weights[0]), num_tokens)
-        between = None if isinstance(self.mlp, MoE) else self.mlp.first_product()
-        hidden, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales, hidden, between)
-        normal = context.gather_tokens(self._normal(hidden, norm_weights[1]), num_tokens)
-        if not isinstance(self.mlp, MoE):
-            return self.mlp(normal, hidden, ahead), kv_cache, None
-        live = jnp.arange(num_tokens) < metadata.query_start_loc[-1]
-        update, load = self.mlp(normal, live)
-        return hidden + update, kv_cache, load
 
-    def _normal(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return self.attention.context.rms_norm(hidden, weight, self.norm_eps)
+        Returns:
+            (the stream, its norms, the updated cache; of a layer with experts, int32 [E]: the tokens that each got).
+        """
+        between = None if isinstance(self.mlp, MoE) else self.mlp.first_product()
+        stream = StreamNorm(hidden, norm_weights[0], self.norm_eps)
+        hidden, normal, kv_cache = self.attention(
+            normal, rope, kv_cache, metadata, plan, kv_scales, stream, between
+        )
+        stream = StreamNorm(hidden, norm_weights[1], self.norm_eps)
+        if not isinstance(self.mlp, MoE):
+            return *self.mlp.onto(normal, stream, ahead), kv_cache, None
+        live = jnp.arange(normal.shape[0]) < metadata.query_start_loc[-1]
+        hidden, normal, load = self.mlp.onto(normal, live, stream)
+        return hidden, normal, kv_cache, load
 
 
 def _attention(
@@ -156,7 +159,7 @@ def _feed_forward(config: DecoderConfig, layer: int, context: LayerContext) -> G
 @functools.partial(jax.jit, static_argnums=0)
 def _run_layer(
     graphdef: Any, state: Any, peers: jax.Array | None, *args: Any
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, KVCache, jax.Array | None]:
     """A layer as a function of its weights: equal layers are traced and lowered once, not L times."""
     with reaching(peers):
         return nnx.merge(graphdef, state)(*args)
@@ -206,20 +209,23 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[KVCache], list[jax.Array]]:
         """``__call__``, and of each layer with experts int32 [E]: the tokens that each of them got, of this rank's."""
         rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.rotated_size))
-        hidden = self.embedding(token_ids)
+        hidden, eps = self.embedding(token_ids), self.config.rms_norm_eps
+        normal = self.context.normal(hidden, self.attention_norm.of(0), eps, token_ids.shape[0])
         plans = self._plans(token_ids.shape[0], metadata, kv_caches)
         new_caches: list[KVCache] = []
         loads: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
-            norms = self.attention_norm.of(i), self.mlp_norm.of(i)
+            last = i + 1 == len(self.layers)
+            norms = self.mlp_norm.of(i), self.final_norm[...] if last else self.attention_norm.of(i + 1)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            arguments = hidden, norms, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
-            hidden, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
+            arguments = hidden, normal, norms, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
+            hidden, normal, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
-        normal = self.context.rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
-        return self.context.gather_tokens(normal, token_ids.shape[0]), new_caches, loads
+        # Without a use for the last layer's stream it would be traced and lowered as a function of its own.
+        normal, _ = jax.lax.optimization_barrier((normal, hidden))
+        return normal, new_caches, loads
 
     def _after(self, layer: int) -> Ahead | None:
         """The product after a layer, where a kernel likes to know.

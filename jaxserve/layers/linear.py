@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, StreamNorm
 from pallas_kernels.dense_matmul.dispatch import Ahead, DenseMatmul
 
 WEIGHT_FIRST_TOKENS = 64
@@ -54,6 +54,19 @@ def gated_linear(
     if kernel is None or not _computes(kernel, x, weight, gated=True):
         return None
     return kernel(x, weight, gated=True, ahead=ahead)
+
+
+def onto_stream(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, context: LayerContext, stream: StreamNorm,
+    ahead: Ahead | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """``split_linear`` added to the residual stream, and the norm of that: [T, M], for the next product."""
+    if context.tensor_parallel_size > 1 and bias is None:
+        kernel = context.dense_matmul
+        y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
+        return context.add_and_norm(y, stream)
+    hidden = split_linear(x, weight, bias, context, stream.hidden, ahead)
+    return hidden, context.normal(hidden, stream.weight, stream.eps, x.shape[0])
 
 
 def split_linear(

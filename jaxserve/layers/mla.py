@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear, split_linear
+from jaxserve.layers.linear import linear, onto_stream
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.params import LayerContext, value_of
+from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from jaxserve.layers.rope import RopeAngles
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
@@ -102,11 +102,11 @@ class LatentAttention(nnx.Module):
         rope: RopeAngles,
         kv_cache: jax.Array,
         metadata: AttentionMetadata,
-        plan: Any = None,
-        kv_scales: jax.Array | None = None,
-        residual: jax.Array | None = None,
+        plan: Any,
+        kv_scales: jax.Array | None,
+        stream: StreamNorm,
         ahead: Ahead | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Attend, with this device's heads.
 
         Args:
@@ -115,11 +115,12 @@ class LatentAttention(nnx.Module):
             kv_cache: this layer's cache of latents.
             metadata: the step's batch.
             plan, kv_scales: None; what other layers' attention takes.
-            residual: added to the result, of its shape.
+            stream: what the result is added to, and the norm of that.
             ahead: the product that comes next.
 
         Returns:
-            ([T, M], or this device's tokens of it where tokens are shared, and the updated cache).
+            (the stream, [T, M], or this device's tokens of it where tokens are shared; its norms, [T, M]; the updated
+            cache).
         """
         assert plan is None
         assert kv_scales is None
@@ -131,8 +132,10 @@ class LatentAttention(nnx.Module):
         )  # fmt: skip
         values = per_head(attended, up[:, config.nope_size :], transposed=True)
         values = values.reshape(num_tokens, -1)
-        out = split_linear(values, self.out[...], value_of(self.out_bias), self.context, residual, ahead)
-        return out, kv_cache
+        hidden, normal = onto_stream(
+            values, self.out[...], value_of(self.out_bias), self.context, stream, ahead
+        )
+        return hidden, normal, kv_cache
 
     def _queries(self, x: jax.Array, k_up: jax.Array, rope: RopeAngles) -> jax.Array:
         """[T, H, C] queries to latents."""

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import gated_linear, linear, split_linear
-from jaxserve.layers.params import LayerContext, value_of
+from jaxserve.layers.linear import gated_linear, linear, onto_stream, split_linear
+from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from pallas_kernels.dense_matmul.dispatch import Ahead
 
 
@@ -35,16 +35,16 @@ class GatedMLP(nnx.Module):
         self.down_bias = context.param((hidden_size,), ("embed",), scale=0.0) if bias else None
         self.context = context
 
-    def __call__(
-        self, x: jax.Array, residual: jax.Array | None = None, ahead: Ahead | None = None
-    ) -> jax.Array:
-        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared, added to ``residual``.
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, M] to [T, M], or to this device's tokens of it where tokens are shared."""
+        return split_linear(self.activated(x), self.down[...], value_of(self.down_bias), self.context)
 
-        ``ahead`` is the product that comes after this layer.
-        """
-        return split_linear(
-            self.activated(x), self.down[...], value_of(self.down_bias), self.context, residual, ahead
-        )
+    def onto(
+        self, x: jax.Array, stream: StreamNorm, ahead: Ahead | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with that added, and its norms, [T, M]; ``ahead`` is the product that comes next."""
+        bias = value_of(self.down_bias)
+        return onto_stream(self.activated(x), self.down[...], bias, self.context, stream, ahead)
 
     def first_product(self) -> Ahead | None:
         """What is multiplied first."""

@@ -18,7 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_parallel import experts_here, local_experts, over_data
 from jaxserve.layers.linear import contract, linear
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, StreamNorm
 from jaxserve.layers.router import Router, RouterConfig
 from pallas_kernels.grouped_matmul.dispatch import FewTokens
 from pallas_kernels.grouped_matmul.few import Chosen
@@ -235,10 +235,22 @@ class MoE(nnx.Module):
             ([T, M], or this device's tokens of it where tokens are shared; int32 [E] tokens that each expert got of
             this data-parallel rank).
         """
+        out, load = self._partial(x, live)
+        return self.context.reduce_tokens(out), load
+
+    def onto(
+        self, x: jax.Array, live: jax.Array, stream: StreamNorm
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The residual stream with that added, its norms, [T, M], and the tokens that each expert got."""
+        out, load = self._partial(x, live)
+        return *self.context.add_and_norm(out, stream), load
+
+    def _partial(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """This device's part of the result, and the tokens that each expert got."""
         out, load = self._run_few(x, live) or self._run_routed(x, live) or self._run_any(x, live)
         if self.shared is not None:
             out = out + self._run_shared(x)
-        return self.context.reduce_tokens(out), load
+        return out, load
 
     def _run_any(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This device's part of the experts' results, and their tokens."""

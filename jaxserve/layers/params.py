@@ -29,6 +29,21 @@ SHARED_TOKENS = 64
 
 
 @dataclass(frozen=True)
+class StreamNorm:
+    """The residual stream that a part of a layer adds to, and the norm of the sum.
+
+    Args:
+        hidden: [T, M]; where tokens are shared, this device's of them.
+        weight: [M], of the norm.
+        eps: added to the mean square.
+    """
+
+    hidden: jax.Array
+    weight: jax.Array
+    eps: float
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """What layers need beside the model's own config.
 
@@ -109,6 +124,19 @@ class LayerContext:
             return self.all_reduce(partial, residual, meet=meet)
         total = lax.psum_scatter(partial, TENSOR_AXIS, scatter_dimension=0, tiled=True)
         return total if residual is None else residual + total
+
+    def normal(self, hidden: jax.Array, weight: jax.Array, eps: float, num_tokens: int) -> jax.Array:
+        """All T tokens' RMS norms, [T, M], of the residual stream."""
+        return self.gather_tokens(self.rms_norm(hidden, weight, eps), num_tokens)
+
+    def add_and_norm(self, partial: jax.Array, stream: StreamNorm) -> tuple[jax.Array, jax.Array]:
+        """``reduce_tokens`` onto the residual stream, and the ``normal`` of that."""
+        num_tokens, kernel = partial.shape[0], self.peer_all_reduce
+        plain = self.rms_norm == PLAIN and not self.batch_invariant and not self._shares(num_tokens)
+        if kernel is not None and plain and kernel.why_not_norm(partial.shape, partial.dtype) is None:
+            return kernel.with_norm(partial, current_peers(), stream.hidden, stream.weight, stream.eps)
+        hidden = self.reduce_tokens(partial, stream.hidden)
+        return hidden, self.normal(hidden, stream.weight, stream.eps, num_tokens)
 
     def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
         """All T tokens of what ``reduce_tokens`` left: [T, M]."""

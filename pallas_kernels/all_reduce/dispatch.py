@@ -47,6 +47,16 @@ class AllReduce(Protocol):
         """
         ...
 
+    def why_not_norm(self, shape: tuple[int, ...], dtype: Any) -> str | None:
+        """Why ``with_norm`` does not take arrays of that shape; None: it does."""
+        ...
+
+    def with_norm(
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum with the residual added, as a call returns it, and the RMS norm of that, times ``weight`` [M]."""
+        ...
+
 
 def all_reduce_of(groups: Sequence[Sequence[jax.Device]]) -> tuple[AllReduce | None, str | None]:
     """The kernel for groups of GPUs that add up among themselves; or None, and why, if it is not switched off.
@@ -75,7 +85,7 @@ def hopper_all_reduce(num_devices: int) -> tuple[AllReduce | None, str | None]:
     from pallas_kernels.all_reduce.gpu import GpuAllReduce
 
     blocks = tuple((most, count) for most, count in tuning["blocks"])
-    return GpuAllReduce(num_devices, tuning["most_bytes"], blocks), None
+    return GpuAllReduce(num_devices, tuning["most_bytes"], blocks, tuning["norm_bytes"]), None
 
 
 def _why_not(groups: Sequence[Sequence[jax.Device]]) -> str | None:

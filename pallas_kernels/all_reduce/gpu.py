@@ -17,6 +17,7 @@ neither move nor copy it.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,13 @@ class GpuAllReduce:
         num_devices: that add up, 2 to 8.
         capacity: bytes that a partial result has at most, a multiple of 16.
         blocks: (bytes at most, CTAs) for partial results of different sizes, ascending; the last serves the rest.
+        norm_bytes: partial results of at most so many are normed in the same kernel.
     """
 
     num_devices: int
     capacity: int
     blocks: tuple[tuple[int, int], ...]
+    norm_bytes: int = 0
 
     name = "mosaic_gpu"
 
@@ -63,7 +66,7 @@ class GpuAllReduce:
         dtype = jnp.dtype(dtype)
         if dtype.name not in DTYPES:
             return f"{dtype.name}: it adds {', '.join(DTYPES)}"
-        size = dtype.itemsize * functools.reduce(lambda a, b: a * b, shape, 1)
+        size = dtype.itemsize * math.prod(shape)
         if not 0 < size <= self.capacity:
             return f"{size} bytes: it takes 1 to {self.capacity}"
         if size % VECTOR:
@@ -89,6 +92,9 @@ class GpuAllReduce:
 
     def why_not_norm(self, shape: tuple[int, ...], dtype: Any) -> str | None:
         """None where ``with_norm`` takes arrays of that shape, else why not."""
+        size = jnp.dtype(dtype).itemsize * math.prod(shape)
+        if size > self.norm_bytes:
+            return f"{size} bytes: it norms up to {self.norm_bytes}"
         return self.why_not(shape, dtype) or gpu_norm.why_not(shape[-1], dtype)
 
     def with_norm(

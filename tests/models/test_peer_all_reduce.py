@@ -16,6 +16,7 @@ from jaxserve.models import build
 from jaxserve.models.functional import PEERS, PEERS_SPEC
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import resolve_model
+from pallas_kernels.rms_norm.dispatch import PLAIN
 from sharding import make_mesh
 
 pytestmark = [
@@ -31,10 +32,20 @@ class PortableSum:
 
     num_devices: int = SIZE
     capacity: int = 1 << 20
+    norms: bool = False
     name: str = "portable"
 
     def why_not(self, shape: tuple[int, ...], dtype: object) -> str | None:
         return None if shape[0] <= FEW else "many tokens"
+
+    def why_not_norm(self, shape: tuple[int, ...], dtype: object) -> str | None:
+        return self.why_not(shape, dtype) if self.norms else "switched off"
+
+    def with_norm(
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        stream = self(partial, peers, residual)
+        return stream, PLAIN(stream, weight, eps)
 
     def __call__(
         self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None = None
@@ -57,7 +68,7 @@ def test_logits_are_the_same_in_programs_of_several_sizes(tmp_path) -> None:
     files = resolve_model(str(write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)))
     mesh, token_ids = make_mesh(SIZE), [(7 * i) % 300 for i in range(FEW)]
     logits = {}
-    for kernel in (None, PortableSum()):
+    for kernel in (None, PortableSum(), PortableSum(norms=True)):
         model = build(files.config, OracleBackend(), jnp.float32, SIZE, peer_all_reduce=kernel)
         params = load_params(model.specs, model.weight_map, files, mesh=mesh)
         if kernel is not None:
@@ -67,8 +78,9 @@ def test_logits_are_the_same_in_programs_of_several_sizes(tmp_path) -> None:
             sequence_logits(model, params, token_ids, chunks, jnp.float32, mesh)
             for chunks in ((FEW,), (FEW // 2, FEW // 2))
         ]
-    for found, expected in zip(*logits.values(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for expected, added, normed in zip(*logits.values(), strict=True):
+        np.testing.assert_array_equal(added, expected)
+        np.testing.assert_array_equal(normed, expected)
     assert "peers" not in model.head_params()
 
 

@@ -43,7 +43,7 @@ class Devices:
         self.workspaces = Workspaces([group()], capacity)
         self.peers = self.put(self.workspaces.peers[0])
         blocks = ((32768, 16), (1 << 19, 64), (capacity, 264))
-        self.add = GpuAllReduce(self.count, capacity, blocks)
+        self.add = GpuAllReduce(self.count, capacity, blocks, norm_bytes=capacity)
 
     def put(self, parts: np.ndarray) -> jax.Array:
         """[devices, ...]: to each its own."""
