@@ -331,6 +331,12 @@ def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
     else:
         scratch["free"] = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages)
     if case.gated:
+        # The second multiplying warpgroup hands its sums to the first, which alone stores.
+        scratch["out_s"] = plgpu.SMEM((1, config.columns, ROWS), dtype, transforms=tiled(dtype))
+        line, swizzled = config.columns * 2, ()
+        if line in (32, 64, 128):
+            swizzled = plgpu.TilingTransform((8, config.columns)), plgpu.SwizzleTransform(line)
+        scratch["up_s"] = plgpu.SMEM((ROWS, config.columns), dtype, transforms=swizzled)
         scratch["up_full"] = plgpu.Barrier()
         scratch["up_free"] = plgpu.Barrier()
     if case.has_residual:
@@ -346,7 +352,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
     consumers = config.consumers
 
     def dense_matmul(
-        x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_full=None, up_free=None,
+        x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_s=None, up_full=None, up_free=None,
         residual_full=None,
     ):  # fmt: skip
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
@@ -450,7 +456,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
         def _consumer():
             if consumers == 2:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
-            ours = out_s.at[warpgroup]
+            ours = out_s.at[0 if case.gated else warpgroup]
             loads_early = case.has_residual and width == columns
 
             def leaves(piece, tokens, output):
@@ -486,15 +492,14 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 @pl.when(warpgroup == 1)
                 def _up():
                     plgpu.barrier_wait(up_free)
-                    ours.T[...] = value.astype(dtype)
-                    plgpu.commit_smem()
+                    store(up_s, value.astype(dtype))
                     plgpu.barrier_arrive(up_full)
 
                 @pl.when(warpgroup == 0)
                 def _gate():
                     gate = value.astype(dtype).astype(jnp.float32)
                     plgpu.barrier_wait(up_full)
-                    up = plgpu.load(out_s.at[1].T, layout=plgpu.Layout.WGMMA, optimized=False)
+                    up = plgpu.load(up_s, layout=plgpu.Layout.WGMMA, optimized=False)
                     product = gate / (1.0 + jnp.exp(-gate)) * up.astype(jnp.float32)
                     plgpu.barrier_arrive(up_free)
                     store_piece(product, piece, tokens, output)
