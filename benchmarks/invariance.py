@@ -151,7 +151,7 @@ def make_targets(rng: random.Random, vocab: int, longest: int, count: int) -> li
         length = max(1, int(longest ** rng.random())) if index else longest
         prompt = [rng.randrange(8, vocab) for _ in range(length)]
         params = SamplingParams(
-            max_tokens=rng.randint(2, 40), ignore_eos=True, seed=index, logprobs=3, detokenize=False,
+            max_tokens=rng.randint(2, 24), ignore_eos=True, seed=index, logprobs=3, detokenize=False,
             **kinds[index % len(kinds)],
         )  # fmt: skip
         targets.append(Target(prompt, params))
@@ -190,7 +190,7 @@ def companions(
             shared = rng.choice(expected)[0].prompt
             prompt = shared[: rng.randint(1, len(shared))] + prompt[:5]
         params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=rng.randint(1, 40), ignore_eos=True,
+            temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=rng.randint(1, 24), ignore_eos=True,
             seed=rng.randrange(1 << 30), logprobs=rng.choice([None, None, None, 1]), detokenize=False,
         )  # fmt: skip
         others.append(Target(prompt, params))
