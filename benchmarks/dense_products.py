@@ -235,15 +235,18 @@ def share(products: list[list[Case]]) -> list[list[Case]]:
 def measure_all(
     tools: Tools, emit: Callable[..., None], timed: Timed, section: str, products: list[list[Case]]
 ) -> None:
-    """Compile everything, then measure product by product."""
+    """Compile ours, then measure product by product. XLA's are compiled then, since it times its choices."""
     ready = []
     for cases in products:
         operands = Operands(tools, cases[0].model, cases[0].name)
-        ready.append((cases, operands, compiled(tools, cases, operands)))
+        own = [case for case in cases if case.path != "xla"]
+        ready.append((cases, operands, dict(zip(own, compiled(tools, own, operands), strict=True))))
     tools.await_turn()
     for cases, operands, executables in ready:
+        others = [case for case in cases if case.path == "xla"]
+        executables |= dict(zip(others, compiled(tools, others, operands), strict=True))
         operands.make()
-        measure(tools, emit, timed, section, cases, operands, executables)
+        measure(tools, emit, timed, section, cases, operands, [executables[case] for case in cases])
         operands.weights, operands.x, operands.residual = [], None, None
 
 
