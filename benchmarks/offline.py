@@ -7,6 +7,8 @@ went, by kind and padded size of step: steps, ms a step (from when the device co
 read), the share of it, live tokens, the share of padding, and what the host took beside waiting.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
+
+``--xla-products`` and ``--split-heads`` change what programs hold: give each its own JAXSERVE_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -308,6 +310,9 @@ def main() -> None:
         "--xla-products", action="store_true", help="let XLA time its own large products beside cuBLAS'"
     )
     parser.add_argument(
+        "--split-heads", type=int, help="most tokens for which one kernel norms, rotates and parts heads"
+    )
+    parser.add_argument(
         "--scale", type=int, default=1, help="divide all lengths and counts (to try it on a CPU)"
     )
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
@@ -321,6 +326,10 @@ def main() -> None:
         from jaxserve.runner import model_runner
 
         model_runner.LIBRARY_PRODUCTS = ()
+    if options.split_heads is not None:
+        from pallas_kernels.split_heads import gpu
+
+        gpu.MOST_TOKENS = options.split_heads
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
     config = json.loads((folder / "config.json").read_text())
     engine = Engine(options.engine, folder, options.arguments, steps=options.steps)

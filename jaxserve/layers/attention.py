@@ -110,12 +110,7 @@ class Attention(nnx.Module):
             x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first,
             kernel=self.context.dense_matmul, ahead=Ahead(self.out[...]),
         )  # fmt: skip
-        qkv = qkv.reshape(num_tokens, -1, *self.head_shape)
-        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if self.qk_norm is not None and self.qk_norm_eps is not None:
-            qk = self.context.rms_norm(qk, self.qk_norm[...], self.qk_norm_eps)
-        qk = rope.rotate(qk)
-        q, k = qk[:, :, :-1].reshape(num_tokens, -1, v.shape[-1]), qk[:, :, -1]
+        q, k, v = self._split(qkv.reshape(num_tokens, -1, *self.head_shape), rope)
         if kv_scales is not None:
             q, k, v = scale_in(q, k, v, kv_scales[0], kv_scales[1])
         attended, kv_cache = self.context.backend.update_and_attend(
@@ -128,3 +123,16 @@ class Attention(nnx.Module):
             attended, self.out[...], value_of(self.out_bias), self.context, stream, ahead
         )
         return hidden, normal, kv_cache
+
+    def _split(self, qkv: jax.Array, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, H, D] and keys [T, K, D], normalised where that is asked for and rotated, and values, out of
+        [T, K, G + 2, D]."""
+        num_tokens, size = qkv.shape[0], qkv.shape[-1]
+        weights, kernel = value_of(self.qk_norm), self.context.split_heads
+        if kernel is not None and kernel.why_not(num_tokens, size, qkv.dtype) is None:
+            return kernel(qkv, rope.cos[:, 0, 0], rope.sin[:, 0, 0], weights, self.qk_norm_eps or 0.0)
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+        if weights is not None and self.qk_norm_eps is not None:
+            qk = self.context.rms_norm(qk, weights, self.qk_norm_eps)
+        qk = rope.rotate(qk)
+        return qk[:, :, :-1].reshape(num_tokens, -1, size), qk[:, :, -1], v

@@ -18,6 +18,7 @@ from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from pallas_kernels.rms_norm.dispatch import PLAIN, RMSNorm
+from pallas_kernels.split_heads.dispatch import SplitHeads
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
 TENSOR_AXIS = "model"
@@ -62,6 +63,7 @@ class LayerContext:
         latent_backend: attention over a paged cache of latents, for the models that have one.
         grouped_matmul: what multiplies experts' tokens by their matrices.
         dense_matmul: what multiplies tokens by weights where it can; None: XLA does all of that.
+        split_heads: what parts queries, keys and values where it can, likewise.
         peer_all_reduce: what adds up few tokens' partial results where it can; None: the platform's collective does.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         batch_invariant: a token's bits must not depend on what else is in the step.
@@ -84,6 +86,7 @@ class LayerContext:
     latent_backend: LatentBackend = BlockedLatentBackend()
     grouped_matmul: GroupedMatmul = PORTABLE
     dense_matmul: DenseMatmul | None = None
+    split_heads: SplitHeads | None = None
     peer_all_reduce: AllReduce | None = None
 
     def param(
