@@ -16,13 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jaxserve.layers.rope import RopeAngles  # noqa: E402
-from pallas_kernels.rms_norm.dispatch import PLAIN  # noqa: E402
-from pallas_kernels.split_heads import gpu  # noqa: E402
+from jaxserve.layers.rope import RopeAngles
+from pallas_kernels.rms_norm.dispatch import PLAIN
+from pallas_kernels.split_heads import gpu
 
 LAYERS = 28
 SHAPES = {"qwen3-0.6b": (8, 2, True), "llama-8b": (8, 4, False), "qwen3-30b-a3b": (4, 8, True)}
