@@ -129,19 +129,19 @@ class Experts(nnx.Module):
 
     def run_routed(self, x: jax.Array, routed: Routed) -> jax.Array:
         """``__call__`` with choices whose places among all are known, by experts that are all on this device."""
-        places, (top_k, num_tokens) = routed.places(), routed.experts.shape
-        tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), places.shape)
+        places, num_rows = routed.places(), routed.experts.size
+        block, _, token = (jax.lax.broadcasted_iota(jnp.int32, places.shape, axis) for axis in range(3))
 
         def sort(values: jax.Array) -> jax.Array:
             """Values of choices in the order of their places; that of padding is 0."""
-            empty = jnp.zeros(top_k * num_tokens, values.dtype)
+            empty = jnp.zeros(num_rows, values.dtype)
             return empty.at[places.reshape(-1)].set(values.reshape(-1), mode="drop", unique_indices=True)
 
         experts = sort(jnp.minimum(routed.experts, self.config.router.num_experts - 1))
-        rows = self._run(x[sort(tokens)], experts, routed.sizes())
+        rows = self._run(x[sort(block * places.shape[2] + token)], experts, routed.sizes())
         # Gathered and added in the order of the choices, not scattered: equal tokens get equal sums in any batch.
-        chosen = rows[jnp.minimum(places, top_k * num_tokens - 1)].astype(jnp.float32)
-        return jnp.sum(chosen * routed.weights[:, :, None], axis=0).astype(x.dtype)
+        chosen = rows[jnp.minimum(places, num_rows - 1)].astype(jnp.float32)
+        return jnp.sum(chosen * routed.weights[..., None], axis=1).astype(x.dtype).reshape(x.shape)
 
     def few(self, num_tokens: int) -> FewTokens | None:
         """The device's kernels for few tokens, where they can do this."""

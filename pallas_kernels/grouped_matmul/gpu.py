@@ -426,7 +426,7 @@ class GpuGroupedMatmul:
     @property
     def route(self) -> GpuRoute:
         """What chooses many tokens' experts."""
-        return GpuRoute(self.interpret)
+        return GpuRoute(self.num_sms, self.interpret)
 
     def why_not(self, outputs: int, inner: int, dtype: Any) -> str | None:
         """Why it cannot multiply by [outputs, inner] matrices, None when it can."""

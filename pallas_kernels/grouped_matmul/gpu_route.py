@@ -35,13 +35,14 @@ def supported(num_tokens: int, num_experts: int) -> str | None:
     return None
 
 
-def route(logits: jax.Array, live: jax.Array, rule: Rule, *, interpret: Any = None) -> Routed:
+def route(logits: jax.Array, live: jax.Array, rule: Rule, *, num_sms: int, interpret: Any = None) -> Routed:
     """What ``route.route`` says.
 
     Args:
         logits: float32 [T, E].
         live: bool [T].
         rule: how.
+        num_sms: multiprocessors to fill.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -49,9 +50,9 @@ def route(logits: jax.Array, live: jax.Array, rule: Rule, *, interpret: Any = No
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     build = functools.partial(
         plgpu.kernel,
-        _body(num_experts, rule),
-        grid=(num_tokens // BLOCK,),
-        grid_names=("block",),
+        _body(num_experts, num_sms, rule),
+        grid=(num_sms,),
+        grid_names=("cta",),
         scratch_types=dict(
             logits_s=plgpu.SMEM((BLOCK, num_experts), jnp.float32),
             triangle_s=plgpu.SMEM((BLOCK, BLOCK), jnp.bfloat16, transforms=tiled),
@@ -61,20 +62,22 @@ def route(logits: jax.Array, live: jax.Array, rule: Rule, *, interpret: Any = No
         kernel_name="route_experts",
         interpret=interpret,
     )
-    each = (rule.top_k, num_tokens)
+    num_blocks = num_tokens // BLOCK
+    each = (num_blocks, rule.top_k, BLOCK)
     out_types = (
         jax.ShapeDtypeStruct(each, jnp.float32), jax.ShapeDtypeStruct(each, jnp.int32),
-        jax.ShapeDtypeStruct(each, jnp.int32), jax.ShapeDtypeStruct((num_tokens // BLOCK, num_experts), jnp.int32),
+        jax.ShapeDtypeStruct(each, jnp.int32), jax.ShapeDtypeStruct((num_blocks, num_experts), jnp.int32),
     )  # fmt: skip
-    return Routed(
-        *launch(
-            lambda types: build(out_type=types), ("route_experts", rule), [logits, live.astype(jnp.int32)], [],
-            out_types, batched=[], interpret=interpret,
-        )
+    # The kernel is lowered once for all numbers of tokens: it reads how many there are.
+    operands = [jnp.full(4, num_blocks, jnp.int32), logits, live.astype(jnp.int32)]
+    results = launch(
+        lambda types: build(out_type=types), ("route_experts", rule, num_sms), operands, [], out_types,
+        batched=[1, 2, 3, 4, 5, 6], interpret=interpret,
     )  # fmt: skip
+    return Routed(*results)
 
 
-def _body(num_experts: int, rule: Rule) -> Any:
+def _body(num_experts: int, num_ctas: int, rule: Rule) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = plgpu.Layout.WGMMA
@@ -92,56 +95,74 @@ def _body(num_experts: int, rule: Rule) -> Any:
         return plgpu.layout_cast(jnp.full((BLOCK,), value, dtype), rows)
 
     def route_experts(
-        logits, live_tokens, weights, experts, earlier, counts, *, logits_s, triangle_s, chosen_s, full
+        num_blocks,
+        logits,
+        live_tokens,
+        weights,
+        experts,
+        earlier,
+        counts,
+        *,
+        logits_s,
+        triangle_s,
+        chosen_s,
+        full,
     ):
-        block = lax.axis_index("block")
-        tokens = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK)
-        plgpu.copy_gmem_to_smem(logits.at[tokens], logits_s, full)
+        cta = lax.axis_index("cta")
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis, layout=layout) for axis in range(2)
         )
         triangle_s[...] = jnp.where(column < row, 1.0, 0.0).astype(jnp.bfloat16)
-        is_live = plgpu.load(live_tokens.at[tokens], layout=rows, optimized=False) != 0
-        plgpu.barrier_wait(full)
         expert = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         nothing = filled(-jnp.inf, jnp.float32)
-        left = plgpu.load(logits_s, layout=layout, optimized=False)
-        left = jnp.where(over_columns(is_live.astype(jnp.int32)) != 0, left, filled(0.0, jnp.float32))
-        scores, best, firsts, values, total = left, None, [], [], per_token(0.0, jnp.float32)
-        for i in range(rule.top_k):
-            most = jnp.max(left, axis=1)
-            best = most if best is None else best
-            first = jnp.min(
-                jnp.where(left == over_columns(most), expert, filled(num_experts, jnp.int32)), axis=1
-            )
-            left = jnp.where(expert == over_columns(first), nothing, left)
-            values.append(1.0 / (1.0 + jnp.exp(-most)) if rule.sigmoid else jnp.exp(most - best))
-            firsts.append(first)
-            store(experts.at[i, tokens], jnp.where(is_live, first, per_token(num_experts, jnp.int32)))
-        if rule.renormalize:
-            for value in values:
-                total = total + value
-        elif not rule.sigmoid:
-            total = jnp.sum(jnp.exp(scores - over_columns(best)), axis=1)
-        for i, value in enumerate(values):
-            scaled = value if rule.sigmoid and not rule.renormalize else value / (total + SMALLEST_SUM)
-            store(weights.at[i, tokens], jnp.where(is_live, scaled * rule.scale, per_token(0.0, jnp.float32)))
 
-        dead = over_columns(is_live.astype(jnp.int32)) == 0
-        chosen = jnp.where(dead | (left != nothing), filled(0.0, jnp.float32), filled(1.0, jnp.float32))
-        chosen_s[...] = chosen.astype(jnp.bfloat16)
-        plgpu.commit_smem()
+        def one_block(i, _):
+            block = cta + i * num_ctas
+            tokens = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK)
+            plgpu.copy_gmem_to_smem(logits.at[tokens], logits_s, full)
+            is_live = plgpu.load(live_tokens.at[tokens], layout=rows, optimized=False) != 0
+            plgpu.barrier_wait(full)
+            left = plgpu.load(logits_s, layout=layout, optimized=False)
+            left = jnp.where(over_columns(is_live.astype(jnp.int32)) != 0, left, filled(0.0, jnp.float32))
+            scores, best, firsts, values, total = left, None, [], [], per_token(0.0, jnp.float32)
+            for choice in range(rule.top_k):
+                most = jnp.max(left, axis=1)
+                best = most if best is None else best
+                of_most = jnp.where(left == over_columns(most), expert, filled(num_experts, jnp.int32))
+                first = jnp.min(of_most, axis=1)
+                left = jnp.where(expert == over_columns(first), nothing, left)
+                values.append(1.0 / (1.0 + jnp.exp(-most)) if rule.sigmoid else jnp.exp(most - best))
+                firsts.append(first)
+                mine = jnp.where(is_live, first, per_token(num_experts, jnp.int32))
+                store(experts.at[block, choice], mine)
+            if rule.renormalize:
+                for value in values:
+                    total = total + value
+            elif not rule.sigmoid:
+                total = jnp.sum(jnp.exp(scores - over_columns(best)), axis=1)
+            for choice, value in enumerate(values):
+                scaled = value if rule.sigmoid and not rule.renormalize else value / (total + SMALLEST_SUM)
+                mine = jnp.where(is_live, scaled * rule.scale, per_token(0.0, jnp.float32))
+                store(weights.at[block, choice], mine)
 
-        def products(acc):
-            plgpu.wgmma(acc, triangle_s, chosen_s)
-            plgpu.wgmma_wait(0)
-            return acc[...]
+            dead = over_columns(is_live.astype(jnp.int32)) == 0
+            chosen = jnp.where(dead | (left != nothing), filled(0.0, jnp.float32), filled(1.0, jnp.float32))
+            chosen_s[...] = chosen.astype(jnp.bfloat16)
+            plgpu.commit_smem()
 
-        before = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
-        for i, first in enumerate(firsts):
-            mine = jnp.where(expert == over_columns(first), before, filled(0.0, jnp.float32))
-            store(earlier.at[i, tokens], jnp.sum(mine, axis=1).astype(jnp.int32))
-        store(counts.at[block], jnp.sum(chosen, axis=0).astype(jnp.int32))
+            def products(acc):
+                plgpu.wgmma(acc, triangle_s, chosen_s)
+                plgpu.wgmma_wait(0)
+                return acc[...]
+
+            before = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
+            for choice, first in enumerate(firsts):
+                mine = jnp.where(expert == over_columns(first), before, filled(0.0, jnp.float32))
+                store(earlier.at[block, choice], jnp.sum(mine, axis=1).astype(jnp.int32))
+            # The sums' barrier is also that after which nobody reads what the next block overwrites.
+            store(counts.at[block], jnp.sum(chosen, axis=0).astype(jnp.int32))
+
+        lax.fori_loop(0, pl.cdiv(jnp.maximum(num_blocks[0] - cta, 0), num_ctas), one_block, None)
 
     return route_experts
 
@@ -151,9 +172,11 @@ class GpuRoute:
     """The kernel; see ``dispatch.Route``. Static in the compiled step.
 
     Args:
+        num_sms: multiprocessors to fill; None asks the first device.
         interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
     """
 
+    num_sms: int | None = None
     interpret: Any = None
 
     def why_not(self, num_tokens: int, num_experts: int) -> str | None:
@@ -162,7 +185,8 @@ class GpuRoute:
 
     def __call__(self, logits: jax.Array, live: jax.Array, rule: Rule) -> Routed:
         """What ``route.route`` says."""
-        return route(logits, live, rule, interpret=self.interpret)
+        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        return route(logits, live, rule, num_sms=num_sms, interpret=self.interpret)
 
 
 __all__ = ["GpuRoute", "route", "supported"]

@@ -16,13 +16,13 @@ BLOCK = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routed:
-    """The choices of T tokens, T a multiple of 64, choices first.
+    """The choices of T tokens in G blocks of 64, the best of each token first.
 
     Args:
-        weights: float32 [k, T], zero of padding.
-        experts: int32 [k, T], the best first; E of padding.
-        earlier: int32 [k, T]: how many earlier tokens of the same 64 chose the same expert; of padding meaningless.
-        counts: int32 [T / 64, E]: how many of each 64 tokens chose an expert.
+        weights: float32 [G, k, 64], zero of padding.
+        experts: int32 [G, k, 64]; E of padding.
+        earlier: int32 [G, k, 64]: how many earlier tokens of the block chose the same expert; of padding meaningless.
+        counts: int32 [G, E]: how many of each block's tokens chose an expert.
     """
 
     weights: jax.Array
@@ -35,24 +35,23 @@ class Routed:
         return jnp.sum(self.counts, axis=0, dtype=jnp.int32)
 
     def places(self) -> jax.Array:
-        """int32 [k, T]: a choice's place among all choices, sorted by expert; k T of padding."""
-        (num_blocks, num_experts), (top_k, num_tokens) = self.counts.shape, self.experts.shape
+        """int32 [G, k, 64]: a choice's place among all choices, sorted by expert; k T of padding."""
+        num_blocks, num_experts = self.counts.shape
         number, block = jnp.arange(num_experts), jnp.arange(num_blocks)
         # Sums over triangles: one kernel each, where XLA makes two and more of a running sum.
         lower = jnp.where(number < number[:, None], self.sizes(), 0)
         before = jnp.where((block < block[:, None])[:, :, None], self.counts, 0)
         begins = jnp.sum(lower, axis=1, dtype=jnp.int32) + jnp.sum(before, axis=1, dtype=jnp.int32)
         alive = self.experts < num_experts
-        expert = jnp.where(alive, self.experts, 0)
-        begin = begins[jnp.arange(num_tokens) // BLOCK, expert]
-        return jnp.where(alive, begin + self.earlier, top_k * num_tokens)
+        begin = begins[block[:, None, None], jnp.where(alive, self.experts, 0)]
+        return jnp.where(alive, begin + self.earlier, self.experts.size)
 
 
 def route(logits: jax.Array, live: jax.Array, rule: Rule) -> Routed:
     """The oracle.
 
     Args:
-        logits: float32 [T, E]; of equal ones the lower expert wins.
+        logits: float32 [T, E], T a multiple of 64; of equal ones the lower expert wins.
         live: bool [T]; the others are padding.
         rule: how.
     """
@@ -68,4 +67,5 @@ def route(logits: jax.Array, live: jax.Array, rule: Rule) -> Routed:
     blocks = chosen.reshape(-1, BLOCK, num_experts)
     before = (jnp.cumsum(blocks, axis=1) - blocks).reshape(num_tokens, num_experts)
     earlier = jnp.take_along_axis(before, jnp.minimum(experts, num_experts - 1), axis=1)
-    return Routed(weights.T, experts.T, earlier.T, jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    each = (jnp.swapaxes(x.reshape(-1, BLOCK, rule.top_k), 1, 2) for x in (weights, experts, earlier))
+    return Routed(*each, jnp.sum(blocks, axis=1, dtype=jnp.int32))
