@@ -1,10 +1,10 @@
 """Time of one all-reduce between the GPUs of a host: NCCL's, gathers summed by each device, and ours.
 
-    python benchmarks/all_reduce.py [--devices 2] [--rows 1,8,64,256,2048] [--widths 4096,8192]
+    python benchmarks/all_reduce.py [--devices 2] [--rows 1,8,64,256,2048] [--widths 4096]
 
 A program chains 64 of them after one small NCCL sum, each followed by a multiplication so that none can be dropped; the
-time of the same program without the 64 is taken off. Wall time, the best of three times 20 programs. Each variant runs
-in a process of its own that is ended when its time is up, so that one that hangs does not cost the others.
+time of the same program without the 64 is taken off. Wall time, the best of three times 20 programs. Ours run in a
+process of their own that is ended when its time is up, so that one that hangs does not cost the others.
 ``ours:BLOCKS`` is the kernel with that many CTAs, ``alone:BLOCKS`` the same in programs without NCCL.
 ``norm:BLOCKS`` adds a residual and norms the stream in the same kernel; ``nccl_norm`` and ``ours_norm:BLOCKS`` do so
 with XLA's kernels afterwards. ``worst`` is the largest difference from the float32 result in units of the result type's
@@ -40,9 +40,9 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rows", default="1,8,64,256,2048")
-    parser.add_argument("--widths", default="4096,8192")
+    parser.add_argument("--widths", default="4096")
     parser.add_argument("--variants", default=VARIANTS)
-    parser.add_argument("--limit", type=float, default=60, help="seconds a process may take")
+    parser.add_argument("--limit", type=float, default=90, help="seconds a process may take")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -50,7 +50,9 @@ def main() -> None:
         return
     variants = args.variants.split(",")
     ours = [each for each in variants if each.startswith(("ours", "norm"))]
-    processes = [[each] for each in variants if each not in ours] + ([ours] if ours else [])
+    alone = [each for each in variants if each.startswith("alone") or each in FLAGS]
+    others = [each for each in variants if each not in ours + alone]
+    processes = [names for names in (others, ours, *([each] for each in alone)) if names]
     table: dict[tuple[int, int], dict[str, Any]] = {}
     for names in processes:
         for record in run_variant(names, args):
@@ -126,7 +128,7 @@ def measure(names: list[str], args: argparse.Namespace) -> None:
     jobs = [(name, shape) for name in (*names, "nothing") for shape in shapes]
     alone = names[0].startswith("alone:")
     programs = [Program(name, shape, mesh, peers, largest, alone) for name, shape in jobs]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         list(pool.map(Program.compile, programs))
     idle = {program.shape: program.seconds() for program in programs if program.name == "nothing"}
     for program in programs:
