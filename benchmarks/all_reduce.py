@@ -119,8 +119,9 @@ def measure(names: list[str], args: argparse.Namespace) -> None:
     if ":" in names[0]:
         from pallas_kernels.all_reduce.workspace import Workspaces
 
-        held = Workspaces([devices], largest)
+        held = Workspaces([devices], largest, trusting=True)
         peers = held.peers[0]
+        print(json.dumps({"note": f"access flags {held.access}; 3 is read and write"}), flush=True)
         print(
             json.dumps({"note": f"workspaces of {largest} bytes a slot, peers {peers[0].tolist()}"}),
             flush=True,

@@ -25,16 +25,20 @@ class Workspaces:
 
     Attributes:
         peers: int32 [groups, devices of one, 1 + 2 * devices]: for every device what ``GpuAllReduce`` takes.
+        access: what devices may do with their peers' workspaces by the driver's account: 3 is read and write.
 
     Args:
         groups: [groups, devices of one] of this process.
         capacity: bytes that a partial result has at most.
+        trusting: go on whatever the driver says of the access.
 
     Raises:
         ValueError: of ``why_not``, or memory that a peer cannot write to.
     """
 
-    def __init__(self, groups: Sequence[Sequence[jax.Device]], capacity: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[jax.Device]], capacity: int, *, trusting: bool = False
+    ) -> None:
         for group in groups:
             if (why := why_not(group)) is not None:
                 raise ValueError(f"No all-reduce over peers' memory: {why}.")
@@ -43,8 +47,11 @@ class Workspaces:
         self._arrays = [[jax.device_put(words, device) for device in group] for group in groups]
         jax.block_until_ready(self._arrays)  # nobody writes to a peer's before it is cleared
         addresses = [[array.unsafe_buffer_pointer() for array in group] for group in self._arrays]
-        for group, places in zip(groups, addresses, strict=True):
-            _enable(group, places)
+        self.access = {
+            flags for group, places in zip(groups, addresses, strict=True) for flags in _enable(group, places)
+        }
+        if not trusting and self.access != {_READ_WRITE}:
+            raise ValueError(f"Peers cannot write to each other's workspaces (access flags {self.access}).")
         self.peers = np.array([_tables(places) for places in addresses], np.int32)
 
 
@@ -69,20 +76,15 @@ def why_not(devices: Sequence[jax.Device]) -> str | None:
     return None
 
 
-def _enable(devices: Sequence[jax.Device], addresses: Sequence[int]) -> None:
-    """Let every device reach the others' memory.
-
-    Raises:
-        ValueError: it cannot.
-    """
+def _enable(devices: Sequence[jax.Device], addresses: Sequence[int]) -> Iterator[int]:
+    """Let every device reach the others' memory; says what it may do with these addresses there."""
     cuda = _Cuda()
     for source in devices:
         for target, address in zip(devices, addresses, strict=True):
             if source == target:
                 continue
             cuda.enable(source, target)
-            if (flags := cuda.access(source, address)) != _READ_WRITE:
-                raise ValueError(f"{source} cannot write to memory of {target} (access flags {flags}).")
+            yield cuda.access(source, address)
 
 
 class _Cuda:
@@ -104,7 +106,7 @@ class _Cuda:
 
     def access(self, source: jax.Device, address: int) -> int:
         """What the source may do with memory at an address: 3 is read and write."""
-        flags = ctypes.c_uint(0)
+        flags = ctypes.c_uint64(0)  # the driver writes 4 bytes or 8
         with self._context(source):
             self._call(
                 "cuPointerGetAttribute", ctypes.byref(flags), ctypes.c_int(_ACCESS_FLAGS), ctypes.c_uint64(address)

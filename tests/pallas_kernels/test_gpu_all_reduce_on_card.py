@@ -40,7 +40,7 @@ class Devices:
         capacity = MOST_ROWS * WIDTH * 4
         self.count = len(group())
         self.mesh = Mesh(np.array(group()), ("model",))
-        self.workspaces = Workspaces([group()], capacity)
+        self.workspaces = Workspaces([group()], capacity, trusting=True)
         self.peers = self.put(self.workspaces.peers[0])
         blocks = ((32768, 16), (1 << 19, 64), (capacity, 264))
         self.add = GpuAllReduce(self.count, capacity, blocks, norm_bytes=capacity)
@@ -79,6 +79,10 @@ def in_order(parts: np.ndarray) -> np.ndarray:
     for part in parts[1:]:
         total = total + part.astype(np.float32)
     return total.astype(parts.dtype)
+
+
+def test_the_driver_says_that_peers_may_write(devices: Devices) -> None:
+    assert devices.workspaces.access == {3}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
