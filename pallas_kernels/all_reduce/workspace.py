@@ -17,7 +17,7 @@ from pallas_kernels.all_reduce.layout import COUNTER_BYTES, NOTHING, workspace_b
 
 _ACCESS_SUPPORTED, _NATIVE_ATOMICS = 2, 3  # CUdevice_P2PAttribute
 _ACCESS_FLAGS, _READ_WRITE = 16, 3  # CUpointer_attribute, CUmemAccess_flags
-_ALREADY_ENABLED = 704  # CUresult
+_INVALID_VALUE, _ALREADY_ENABLED = 1, 704  # CUresult
 
 
 class Workspaces:
@@ -105,11 +105,12 @@ class _Cuda:
             self._call("cuCtxEnablePeerAccess", other, ctypes.c_uint(0), allowed=(_ALREADY_ENABLED,))
 
     def access(self, source: jax.Device, address: int) -> int:
-        """What the source may do with memory at an address: 3 is read and write."""
+        """What the source may do with memory at an address: 3 is read and write; 0 too if the driver cannot say."""
         flags = ctypes.c_uint64(0)  # the driver writes 4 bytes or 8
         with self._context(source):
             self._call(
-                "cuPointerGetAttribute", ctypes.byref(flags), ctypes.c_int(_ACCESS_FLAGS), ctypes.c_uint64(address)
+                "cuPointerGetAttribute", ctypes.byref(flags), ctypes.c_int(_ACCESS_FLAGS), ctypes.c_uint64(address),
+                allowed=(_INVALID_VALUE,),
             )  # fmt: skip
         return flags.value
 
