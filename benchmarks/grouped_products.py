@@ -100,6 +100,11 @@ def cases(tools: Tools, size: Size) -> Iterator[tuple[int, str, Any, Any, list[n
             yield tokens, name, rhs, tools.random(tokens * size.top_k, inner), sizes
 
 
+def activated(ours: Any, lhs: Any, rhs: Any, sizes: Any) -> Any:
+    """silu(gate) * up in the product's kernel, half of the outputs being gate's."""
+    return ours.gated(lhs, rhs.reshape(rhs.shape[0], 2, -1, rhs.shape[2]), sizes)
+
+
 def program(tools: Tools, multiply: Any) -> Callable[..., Any]:
     """A jitted program of one product for each routing."""
     return tools.jax.jit(lambda lhs, rhs, sizes: [multiply(lhs, rhs, each) for each in sizes])
@@ -130,11 +135,15 @@ def run(
         matrices = [rhs[n % rhs.shape[0]] for n in range(size.layers)]
         dense_us = timed(functools.partial(dense, lhs, matrices), size.layers)[1]
         paths = {"ours": ours} if tools.ours_only else {"ours": ours, "ragged_dot": _ragged_dot}
+        if name == "gate_up" and outputs % 128 == 0:
+            paths["ours, activated"] = functools.partial(activated, ours)
         for path, multiply in paths.items():
             call = functools.partial(program(tools, multiply), lhs, rhs, device_sizes)
             kernel_us, layer_us = timed(call, size.layers)
             record = dict(section="grouped", name=f"{tokens} tokens, {name}", path=path)
-            record |= shares(kernel_us if path == "ours" else layer_us, work, float(moved), dense_us, copy)
+            record |= shares(
+                kernel_us if path.startswith("ours") else layer_us, work, float(moved), dense_us, copy
+            )
             if path == "ours":
                 worst = largest_error(tools, call()[0], lhs, rhs, sizes[0])
                 record |= dict(error=round(worst, 4), wrong=not worst < 0.02)
@@ -150,6 +159,14 @@ def sweep(tools: Tools, emit: Callable[..., None], timed: Timed, *, size: Size) 
             for _, name, rhs, lhs, sizes in cases(tools, replace(size, tokens=(tokens,))):
                 outputs, inner = rhs.shape[1:]
                 device_sizes = [tools.jnp.asarray(each) for each in sizes]
+                if name == "gate_up":
+                    multiply = functools.partial(activated, ours)
+                    call = functools.partial(program(tools, multiply), lhs, rhs, device_sizes)
+                    us, layer_us = timed(call, size.layers)
+                    emit(
+                        section="grouped_sweep", name=f"{tokens} tokens, activated", path=f"{n}: {override}"[:60],
+                        kernel_us=us, layer_us=layer_us, unit="TFLOP/s", rate=2 * lhs.shape[0] * outputs * inner / us / 1e6,
+                    )  # fmt: skip
                 call = functools.partial(program(tools, ours), lhs, rhs, device_sizes)
                 kernel_us, layer_us = timed(call, size.layers)
                 moved = float(np.mean([needed_bytes(each, lhs.shape[0], outputs, inner) for each in sizes]))
