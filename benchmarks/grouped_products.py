@@ -25,19 +25,13 @@ SWEEP = {
         dict(widths=(8, 16, 32, 64), blocks=1, step=128, stages=4),
         dict(widths=(8, 16, 32, 64), blocks=1, step=64, stages=8),
         dict(widths=(8, 16, 32), blocks=1, step=128, stages=5),
-        dict(widths=(8, 16, 32), blocks=1, step=256, stages=2),
-        dict(widths=(8, 16, 32), blocks=2, step=64, stages=5),
-        dict(widths=(8, 16, 32), blocks=2, step=128, stages=2),
-        dict(widths=(16, 32), blocks=1, step=128, stages=5),
+        dict(widths=(8, 16, 24, 32), blocks=2, step=64, stages=5),
     ],
     4096: [
-        dict(widths=(24, 48, 80, 128, 144, 160), blocks=2, step=64, stages=3),
         dict(widths=(64, 128, 144, 160), blocks=2, step=64, stages=3),
-        dict(widths=(64, 128, 144), blocks=2, step=64, stages=3),
-        dict(widths=(64, 96, 128), blocks=2, step=128, stages=2),
-        dict(widths=(64, 128, 192, 256), blocks=1, step=64, stages=3),
-        dict(widths=(64, 96, 128, 160, 192), blocks=1, step=64, stages=4),
-        dict(widths=(64, 128), blocks=2, step=64, stages=4),
+        dict(widths=(32, 64, 96, 112, 120, 128, 136, 144, 152, 160), blocks=2, step=64, stages=3),
+        dict(widths=(64, 120, 128, 136, 144), blocks=2, step=64, stages=3),
+        dict(widths=(64, 112, 128), blocks=2, step=64, stages=4),
     ],
 }
 """Configurations tried, by the tokens they are for."""
@@ -165,7 +159,8 @@ def sweep(tools: Tools, emit: Callable[..., None], timed: Timed, *, size: Size) 
                     us, layer_us = timed(call, size.layers)
                     emit(
                         section="grouped_sweep", name=f"{tokens} tokens, activated", path=f"{n}: {override}"[:60],
-                        kernel_us=us, layer_us=layer_us, unit="TFLOP/s", rate=2 * lhs.shape[0] * outputs * inner / us / 1e6,
+                        kernel_us=us, layer_us=layer_us, unit="TFLOP/s",
+                        rate=2 * lhs.shape[0] * outputs * inner / us / 1e6,
                     )  # fmt: skip
                 call = functools.partial(program(tools, ours), lhs, rhs, device_sizes)
                 kernel_us, layer_us = timed(call, size.layers)
