@@ -23,7 +23,9 @@ def forward_temporaries(model: Model, num_tokens: int, experts_per_token: int, m
         shape = device_shape(model, spec, mesh)
         if len(shape) < 2 or "vocab" in spec.axes or "layers" in spec.axes:
             continue
-        used = experts_per_token * math.prod(shape[1:-1]) if "expert" in spec.axes else math.prod(shape[:-1])
+        used = math.prod(shape[:-1])
+        if "expert" in spec.axes:  # each of a token's experts has a copy of it
+            used = experts_per_token * (math.prod(shape[1:-1]) + model.hidden_size)
         widest = max(widest, used)
     if model.has_latents:  # queries are as wide as the latent
         heads = model.num_heads // model.context.tensor_parallel_size
