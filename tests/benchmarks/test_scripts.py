@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -67,6 +68,42 @@ def test_streams():
     assert "MISSED" not in output
     output = run("streams.py", "streams", "--streams", "5", "--seconds", "3")
     assert re.search(r"broken streams +0 +met", output)
+
+
+@pytest.fixture(scope="module")
+def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a mixture of experts, and nothing else."""
+    folder = tmp_path_factory.mktemp("experts")
+    config = json.loads((BENCHMARKS / "models" / "qwen3-30b-a3b" / "config.json").read_text())
+    config |= {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+def test_offline(tiny_experts):
+    sizes = json.dumps({"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 1024})
+    output = run(
+        "offline.py", "--model", str(tiny_experts), "--scale", "64", "--decode", "1,4", "--prefill", "1x512",
+        "--throughput", "--steps", "--arguments", sizes,
+    )  # fmt: skip
+    cases = [line for line in output.splitlines() if line[:1].isalnum()]
+    assert len(cases) == 1 + 1 + 2 + 1 + 6
+    assert re.search(r"decode +1 .* padding +0.0%", output)
+    assert re.search(r"all: [0-9.]+ s in steps, padding [0-9.]+%", output)
+
+
+@pytest.mark.slow
+def test_serving(tiny_experts):
+    output = run(
+        "serving.py", "--model", str(tiny_experts), "--scale", "64", "--requests", "4", "--seconds", "1",
+        "--streams", "2", "--stream-tokens", "300", "--flags", "--max-num-seqs 4 --max-num-batched-tokens 8",
+    )  # fmt: skip
+    judged = [line for line in output.splitlines() if re.search(r"target .* (met|MISSED)$", line)]
+    assert len(judged) == 3, output
 
 
 def test_startup_says_how_to_be_called():
