@@ -78,7 +78,7 @@ SWEEP_DECODE = [
 SWEEP = [
     dict(),
     dict(auto_barriers=True),
-    dict(merge=5),
+    dict(halves=False),
     dict(min_chunk=1, max_chunks=16),
     dict(min_chunk=1, max_chunks=32),
     dict(min_chunk=2, max_chunks=16),

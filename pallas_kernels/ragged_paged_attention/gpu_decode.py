@@ -49,6 +49,7 @@ class DecodeConfig:
         min_chunk: smallest chunk, in steps.
         max_chunks: most chunks of a sequence, a power of two; longer rows get larger chunks.
         merge: chunks that are loaded at a time when a sequence is merged, for 8 heads of 128; bounded by registers.
+        halves: merge with all threads where half of the columns are padding.
         auto_barriers: leave barriers to the compiler, which puts two around every store and one before every copy.
     """
 
@@ -58,6 +59,7 @@ class DecodeConfig:
     min_chunk: int = 4
     max_chunks: int = 32
     merge: int = 6
+    halves: bool = True
     auto_barriers: bool = False
 
 
@@ -227,7 +229,8 @@ def decode_attention(
     operands = [plan.rows, plan.stretches, metadata.block_tables, metadata.slot_mapping, q, k, v]
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2E).reshape(num_kv_heads, group)
-        operands.append(jnp.pad(sinks, ((0, 0), (0, columns - group))))
+        sinks = jnp.pad(sinks, ((0, 0), (0, columns - group)))
+        operands.append(jnp.tile(sinks[:, :4], (1, 2)) if case.merges_halves else sinks)
     if scales is not None:
         operands.append(scales)
     refs = [plan.counters, kv_cache]
@@ -287,9 +290,15 @@ class _Case:
         return self.group == self.columns
 
     @property
+    def merges_halves(self) -> bool:
+        # A window takes the registers that this would.
+        fits = self.group <= 4 and self.head_size % 128 == 0 and self.options.sliding_window is None
+        return self.config.halves and fits
+
+    @property
     def merge_width(self) -> int:
         """Partial results loaded at a time when a sequence is merged: as many as registers allow."""
-        registers = self.columns * self.head_size // 128 + self.columns // 2
+        registers = self.columns * self.head_size // (256 if self.merges_halves else 128) + self.columns // 2
         merge = self.config.merge if self.options.sliding_window is None else self.config.merge - 2
         return max(12 * merge // registers, 1)
 
@@ -341,9 +350,9 @@ def _kernel_body(case: _Case):
     def tile(rows, value):
         return plgpu.layout_cast(jnp.full((rows, columns), value, jnp.float32), plgpu.Layout.WGMMA)
 
-    def nothing():
+    def nothing(rows=head_size):
         """The state before any key."""
-        return per_column(-jnp.inf), per_column(0.0), tile(head_size, 0.0)
+        return per_column(-jnp.inf), per_column(0.0), tile(rows, 0.0)
 
     def over_rows(x, rows):
         return lax.broadcast_in_dim(x, (rows, columns), [1])
@@ -510,7 +519,7 @@ def _kernel_body(case: _Case):
             chunk_top, chunk_total, chunk_acc = chunk_state
             new_top = jnp.maximum(top, chunk_top)
             old, new = jnp.exp2(top - new_top), jnp.exp2(chunk_top - new_top)
-            acc = acc * over_rows(old, head_size) + chunk_acc * over_rows(new, head_size)
+            acc = acc * over_rows(old, acc.shape[0]) + chunk_acc * over_rows(new, acc.shape[0])
             return new_top, total * old + chunk_total * new, acc
 
         def store_state(slot, state):
@@ -518,7 +527,9 @@ def _kernel_body(case: _Case):
 
         def load_state(slot):
             shape = (head_size, columns)
-            return load_partial(part.at[slot], stat.at[slot], shape, group, compiled=case.atomic)
+            return load_partial(
+                part.at[slot], stat.at[slot], shape, group, halves=case.merges_halves, compiled=case.atomic
+            )
 
         def merge(folded, final):
             """Fold the states in the slots from ``folded`` to ``final``, in order."""
@@ -532,11 +543,12 @@ def _kernel_body(case: _Case):
                     state = fold(state, (top + jnp.where(at + i <= final, 0.0, -jnp.inf), total, acc))
                 return state
 
-            return lax.fori_loop(0, pl.cdiv(final + 1 - folded, width), several, nothing())
+            rows = head_size // 2 if case.merges_halves else head_size
+            return lax.fori_loop(0, pl.cdiv(final + 1 - folded, width), several, nothing(rows))
 
-        def store_result(row, value):
-            value = value.astype(q.dtype)
-            store_columns(out.at[row, pl.ds(head * group, group)], value, compiled=case.atomic)
+        def store_result(row, value, halves=False):
+            ours = out.at[row, pl.ds(head * group, group)]
+            store_columns(ours, value.astype(q.dtype), halves=halves, compiled=case.atomic)
 
         def fill_other_rows(decode_rows, live_rows):
             def one_row(turn, _):
@@ -546,7 +558,7 @@ def _kernel_body(case: _Case):
 
             lax.fori_loop(0, pl.cdiv(num_rows - decode_rows - me, num_groups), one_row, None)
 
-        def finish(row, state):
+        def finish(row, state, halves=False):
             top, total, acc = state
             if sinks is None:
                 share = 1.0 / total
@@ -555,7 +567,7 @@ def _kernel_body(case: _Case):
                 highest = jnp.maximum(top, sink)
                 share = jnp.exp2(top - highest)
                 share = share / (total * share + jnp.exp2(sink - highest))
-            store_result(row, acc * over_rows(share, head_size))
+            store_result(row, acc * over_rows(share, acc.shape[0]), halves)
 
         def one_piece(carry):
             row, step, left, piece, done, ahead, (length, first, last, chunk) = carry
@@ -667,7 +679,8 @@ def _kernel_body(case: _Case):
                 def _merge():
                     counters[counter] = jnp.int32(0)
                     folded = slot_of(lax.div(first_stop - 1, chunk))
-                    finish(row, merge(folded, slot_of(lax.div(last - 1, chunk))))
+                    merged = merge(folded, slot_of(lax.div(last - 1, chunk)))
+                    finish(row, merged, case.merges_halves)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return next_row, next_info[1], next_left, piece + 1, done, ahead, next_info

@@ -4,6 +4,9 @@ Central idea: a warpgroup that stores what another one of the same kernel loads 
 elements. Each thread stores the registers it holds, 16 bytes at a time, and threads whose columns are padding store
 nothing. No shared memory, no copy engine, so no wait but the one for memory.
 
+Where half of eight columns are padding, a state can be loaded and stored in halves: columns 4 to 7 then hold the second
+half of the rows of columns 0 to 3, and no thread is idle.
+
 Everything here has a plain counterpart for the interpreter, which knows no inline code (``compiled=False``).
 """
 
@@ -58,15 +61,26 @@ def save_partial(acc_ref: Any, stat_ref: Any, state: State, columns_used: int, *
 
 
 def load_partial(
-    acc_ref: Any, stat_ref: Any, shape: tuple[int, int], columns_used: int, *, compiled: bool
+    acc_ref: Any, stat_ref: Any, shape: tuple[int, int], columns_used: int, *, halves: bool, compiled: bool
 ) -> State:
-    """What ``save_partial`` left in the same shape; anything in columns that do not matter."""
+    """What ``save_partial`` left in this shape; anything in columns that do not matter.
+
+    Args:
+        halves: load it in halves: [M / 2, 8], M a multiple of 128, of at most 4 columns that matter.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     column_layout = plgpu.Layout.WGMMA.reduce(0)
     if not compiled:
         top, total = (plgpu.load(stat_ref.at[i], layout=column_layout, optimized=False) for i in range(2))
-        return top, total, plgpu.load(acc_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        acc = plgpu.load(acc_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        if halves:
+            top, total = (jnp.concatenate([x[:4], x[:4]]) for x in (top, total))
+            acc = jnp.concatenate([acc[: shape[0] // 2, :4], acc[shape[0] // 2 :, :4]], axis=1)
+        return top, total, acc
+    num_fours = shape[0] * shape[1] // 512
+    if halves:
+        shape, num_fours = (shape[0] // 2, shape[1]), num_fours // 2
     stat_type = plgpu.ShapeDtypeStruct(shape[1:], jnp.float32, layout=column_layout)
     acc_type = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
@@ -75,10 +89,10 @@ def load_partial(
     )
     def load(ctx: Any, acc_ref: Any, stat_ref: Any) -> Any:
         del ctx
-        lane = _Lane(shape[1], columns_used)
+        lane = _Lane(shape[1], columns_used, halves)
         tops, totals, values = [], [], []
-        for i in range(shape[0] * shape[1] // 512):
-            values += _load_four(acc_ref, lane.place(i))
+        for i in range(num_fours):
+            values += _load_four(acc_ref, lane.place(i, num_fours))
         for i in range(shape[1] // 8):
             four = _load_four(stat_ref, lane.stat_place(i))
             tops, totals = tops + four[:2], totals + four[2:]
@@ -87,18 +101,20 @@ def load_partial(
     return load(acc_ref, stat_ref)
 
 
-def store_columns(out_ref: Any, value: jax.Array, *, compiled: bool) -> None:
+def store_columns(out_ref: Any, value: jax.Array, *, halves: bool = False, compiled: bool) -> None:
     """Store the first columns of ``value``, as rows.
 
     Straight from the registers, 2 bytes at a time: for little that must leave at once.
 
     Args:
         out_ref: [columns that matter, M] reference to a 16-bit type, in one piece in global memory.
-        value: [M, columns] of that type.
+        value: [M, columns] of that type; in halves [M / 2, 8].
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if not compiled:
+        if halves:
+            value = jnp.concatenate([value[:, :4], value[:, 4:]], axis=0)
         store(out_ref, value[:, : out_ref.shape[0]].T)
         return
     from jax.experimental.mosaic.gpu import utils
@@ -109,14 +125,18 @@ def store_columns(out_ref: Any, value: jax.Array, *, compiled: bool) -> None:
     def put(ctx: Any, out_ref: Any, value: Any) -> None:
         del ctx
         i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
-        num_rows, used = value.shape[0], ir.MemRefType(out_ref.type).shape[0]
+        used, num_rows = ir.MemRefType(out_ref.type).shape
         base = utils.memref_ptr(out_ref)
         elements = iter(_elements(value))
         for row, column in value.layout.thread_idxs(value.shape):
             row, column = arith.index_cast(i32, row), arith.index_cast(i32, column)
             for i in range(value.layout.vector_length):
                 element, place = next(elements), arith.addi(column, _i32(i))
-                at = arith.addi(arith.muli(place, _i32(num_rows)), row)
+                offset = row
+                if halves:
+                    offset = arith.addi(row, arith.muli(arith.shrui(place, _i32(2)), _i32(num_rows // 2)))
+                    place = arith.andi(place, _i32(3))
+                at = arith.addi(arith.muli(place, _i32(num_rows)), offset)
                 exists = arith.cmpi(arith.CmpIPredicate.ult, place, _i32(used))
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
@@ -131,28 +151,33 @@ def store_columns(out_ref: Any, value: jax.Array, *, compiled: bool) -> None:
 class _Lane:
     """Where this thread's part of a partial result lies, in float32 elements.
 
-    Four neighbouring threads hold two of eight columns each. One with padding reads what a neighbour reads.
+    Four neighbouring threads hold two of eight columns each. One with padding reads what a neighbour reads, or in
+    halves that neighbour's second half.
     """
 
-    def __init__(self, columns: int, columns_used: int):
+    def __init__(self, columns: int, columns_used: int, halves: bool = False):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir.dialects import arith
 
         self.thread = arith.remui(utils.thread_idx(), _i32(128))
         self.pair = arith.andi(self.thread, _i32(3))
         self.pairs_used = min(-(-columns_used // 2), 4) if columns == 8 else 4
-        self.read_pair = arith.remui(self.pair, _i32(self.pairs_used))
+        pair = arith.andi(self.pair, _i32(1)) if halves else self.pair
+        self.read_pair = arith.remui(pair, _i32(self.pairs_used))
+        self.half = arith.shrui(self.pair, _i32(1)) if halves else None
 
     def is_used(self) -> Any:
         from jaxlib.mlir.dialects import arith
 
         return arith.cmpi(arith.CmpIPredicate.ult, self.pair, _i32(self.pairs_used))
 
-    def place(self, i: int) -> Any:
-        """Of the i-th four values."""
+    def place(self, i: int, fours_in_half: int = 0) -> Any:
+        """Of the i-th four values (of this thread's half)."""
         from jaxlib.mlir.dialects import arith
 
         thread = arith.addi(arith.subi(self.thread, self.pair), self.read_pair)
+        if self.half is not None:
+            thread = arith.addi(thread, arith.muli(self.half, _i32(128 * fours_in_half)))
         return arith.muli(arith.addi(thread, _i32(128 * i)), _i32(4))
 
     def stat_place(self, i: int) -> Any:
