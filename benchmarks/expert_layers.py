@@ -51,6 +51,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", nargs="+", default=["check", "layers", "sweep"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256, 1024, 4096])
+    parser.add_argument("--both", action="store_true", help="one kernel instead of the two for few tokens")
     parser.add_argument(
         "--sorted", action="store_true", help="layers: few tokens are sorted too, as many are"
     )
