@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -53,6 +54,7 @@ from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.all_reduce.dispatch import AllReduce, all_reduce_of
+from pallas_kernels.all_reduce.workspace import Workspaces, workspaces_or_why
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul, dense_matmul_of
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend, attention_backend
 from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, grouped_matmul_of
@@ -98,6 +100,7 @@ class JaxModelRunner:
         self.backend: AttentionBackend | LatentBackend
         self.why_no_kernels: str | None = None
         self.startup_seconds: dict[str, float] = {}
+        self._workspaces: Workspaces | None = None
 
     # --- start ----------------------------------------------------------------------------------------------
 
@@ -250,14 +253,20 @@ class JaxModelRunner:
         return dense_matmul_of(self.platform)[0]
 
     def _peer_all_reduce(self) -> AllReduce | None:
-        """What this process's devices offer for few tokens: see ``all_reduce_of``."""
+        """What this process's devices offer for few tokens: see ``all_reduce_of``.
+
+        The memory through which they add up is made at once, since only then it is known that they can reach it.
+        """
         mesh = self.placement.mesh
         if self.platform != "gpu" or mesh is None or mesh.shape[TENSOR_AXIS] == 1:
             return None
-        kernel, why_not = all_reduce_of(mesh.devices.tolist())
+        groups = mesh.devices.tolist()
+        kernel, why_not = all_reduce_of(groups)
+        if kernel is not None:
+            self._workspaces, why_not = workspaces_or_why(groups, kernel.capacity)
         if why_not is not None:
-            logger.warning("All-reduces of few tokens take NCCL, which is slower: %s.", why_not)
-        return kernel
+            logger.warning("All-reduces of few tokens take NCCL, which is slower: %s", why_not)
+        return kernel if why_not is None else None
 
     def _tell_of_experts(self, model: Model) -> None:
         """Log which products of experts are left to the portable path, and why."""
@@ -308,15 +317,9 @@ class JaxModelRunner:
         self._note("weights", started)
 
     def _meet_peers(self) -> None:
-        """Make the memory through which tensor-parallel devices add up, where the model wants it; it is kept, since
-        programs write to it."""
-        kernel, mesh = self.model.context.peer_all_reduce, self.placement.mesh
-        if kernel is None or mesh is None:
-            return
-        from pallas_kernels.all_reduce.workspace import Workspaces
-
-        self._workspaces = Workspaces(mesh.devices.tolist(), kernel.capacity)
-        self.params[PEERS] = self.placement.put(self._workspaces.peers, PEERS_SPEC)
+        """Tell programs where the memory lies through which tensor-parallel devices add up."""
+        if self._workspaces is not None:
+            self.params[PEERS] = self.placement.put(self._workspaces.peers, PEERS_SPEC)
 
     def _note(self, phase: str, started: float) -> None:
         seconds = time.monotonic() - started
@@ -475,7 +478,7 @@ class JaxModelRunner:
         return repr((
             self._hf_config, self.dtype, self.platform, self.backend.name, sorted(self.model.specs.items()),
             sorted(map(repr, self.model.attention_options)), self.config.parallel_config,
-            self.invariance,
+            self.invariance, self.model.context.peer_all_reduce,
         ))  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -811,6 +814,11 @@ class JaxModelRunner:
 
     def close(self) -> None:
         """Free device memory, also where ``initialize`` failed half-way."""
+        if self._workspaces is not None:
+            with contextlib.suppress(Exception):  # a step that failed has ended as well
+                jax.block_until_ready(getattr(self, "state", None))  # no device writes to its peers any more
+            self._workspaces.close()
+            self._workspaces = None
         for leaf in jax.tree.leaves([getattr(self, name, None) for name in ("params", "state")]):
             if not leaf.is_deleted():
                 leaf.delete()

@@ -71,7 +71,7 @@ def all_reduce_of(groups: Sequence[Sequence[jax.Device]]) -> tuple[AllReduce | N
 
 
 def hopper_all_reduce(num_devices: int) -> tuple[AllReduce | None, str | None]:
-    """``all_reduce_of`` so many Hopper GPUs that reach each other."""
+    """``all_reduce_of`` so many Hopper GPUs that reach each other, on this version of JAX."""
     table = json.loads(TUNING.read_text())
     if not table["enabled"]:
         return None, None
@@ -81,6 +81,8 @@ def hopper_all_reduce(num_devices: int) -> tuple[AllReduce | None, str | None]:
             None,
             f"the Hopper all-reduce is tuned for {' and '.join(table['devices'])} devices, not {num_devices}",
         )
+    if jax.__version_info__ < (0, 11):
+        return None, f"the Hopper all-reduce needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
     # Pallas' GPU half takes a while to import, and no other platform needs it.
     from pallas_kernels.all_reduce.gpu import GpuAllReduce
 
@@ -89,9 +91,9 @@ def hopper_all_reduce(num_devices: int) -> tuple[AllReduce | None, str | None]:
 
 
 def _why_not(groups: Sequence[Sequence[jax.Device]]) -> str | None:
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 11):
-        return f"the Hopper all-reduce needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
     from pallas_kernels.all_reduce.workspace import why_not
 
-    return next(filter(None, map(why_not, groups)), None)
+    try:
+        return next(filter(None, map(why_not, groups)), None)
+    except (OSError, RuntimeError) as error:  # no driver of that name, or one that refuses to say
+        return str(error)

@@ -54,6 +54,23 @@ class Workspaces:
             raise ValueError(f"Peers cannot write to each other's workspaces (access flags {self.access}).")
         self.peers = np.array([_tables(places) for places in addresses], np.int32)
 
+    def close(self) -> None:
+        """Free the memory. No program may run that was given its addresses."""
+        for array in (array for group in self._arrays for array in group):
+            array.delete()
+        self._arrays = []
+
+
+def workspaces_or_why(
+    groups: Sequence[Sequence[jax.Device]], capacity: int
+) -> tuple[Workspaces | None, str | None]:
+    """``Workspaces``; or None, and why devices that are linked cannot have them after all: their allocator may give
+    memory that peers do not reach, or the driver refuse."""
+    try:
+        return Workspaces(groups, capacity), None
+    except (ValueError, RuntimeError, OSError) as error:
+        return None, str(error)
+
 
 def _tables(addresses: Sequence[int]) -> list[list[int]]:
     """Of each device of a group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -123,10 +124,11 @@ def test_addresses_are_split_in_halves() -> None:
 
 def test_cpus_are_refused_and_the_table_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     from pallas_kernels.all_reduce import dispatch
-    from pallas_kernels.all_reduce.workspace import Workspaces
+    from pallas_kernels.all_reduce.workspace import Workspaces, workspaces_or_why
 
     with pytest.raises(ValueError, match="no Hopper GPU"):
         Workspaces([jax.devices()[:2]], 4096)
+    assert "no Hopper GPU" in (workspaces_or_why([jax.devices()[:2]], 4096)[1] or "")
     text = dispatch.TUNING.read_text()
     for enabled in (True, False):
         switched = tmp_path / f"{enabled}.json"
@@ -145,7 +147,11 @@ def test_cpus_are_refused_and_the_table_is_used(monkeypatch: pytest.MonkeyPatch,
                 assert why_not is None
                 assert kernel is not None
                 assert kernel.num_devices == devices
-                assert kernel.why_not((64, 4096), jnp.bfloat16) is None
+                assert kernel.why_not((256, 4096), jnp.bfloat16) is None
+                assert kernel.why_not_norm((256, 4096), jnp.bfloat16) is None
+                assert "takes 1 to" in (kernel.why_not((2048, 4096), jnp.bfloat16) or "")
+        else:
+            assert "jax >= 0.11" in (all_reduce_of([jax.devices()[:2]])[1] or "")
 
 
 def test_the_table_of_peers_is_that_of_the_innermost_trace() -> None:
@@ -155,3 +161,38 @@ def test_the_table_of_peers_is_that_of_the_innermost_trace() -> None:
             assert current_peers() is inner
         assert current_peers() is outer
     assert current_peers() is None
+
+
+def test_devices_that_cannot_reach_each_other_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without links, or with a driver that says nothing, there is a reason and no error; links count within a group."""
+    from pallas_kernels.all_reduce import dispatch, workspace
+
+    linked = {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+    class Driver:
+        def linked(self, source: Device, target: Device) -> bool:
+            if source.id > 3:
+                raise RuntimeError("cuDeviceGet of the CUDA driver failed with error 100.")
+            return (source.id, target.id) in linked
+
+    monkeypatch.setattr(workspace, "_Cuda", Driver)
+    a, b, c, d, e, f = (Device(i) for i in range(6))
+    reason = dispatch._why_not
+    assert reason([[a, b], [c, d]]) is None
+    assert "no NVLink from 0 to 2" in (reason([[a, c], [b, d]]) or "")
+    assert "error 100" in (reason([[e, f]]) or "")
+    assert "another process" in (reason([[a, b], [c, Device(3, process_index=1)]]) or "")
+    assert "no Hopper" in (reason([[a, Device(1, compute_capability="8.0")]]) or "")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is asked of a GPU."""
+
+    id: int
+    process_index: int = 0
+    compute_capability: str = "9.0"
+    platform: str = "gpu"
+
+    def __str__(self) -> str:
+        return str(self.id)
