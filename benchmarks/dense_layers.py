@@ -3,7 +3,8 @@
 Norm, qkv, attention over 1,024 cached tokens a row (our kernel), out and residual, norm, gate and up, down and
 residual: what the products save beside their own time shows here, and what bringing the next weight into the L2 does.
 ``ahead=n``: n steps of it for each worker; ``ahead=n/m``: m for the output product, whose weight has the time that
-attention takes. The time is that of a layer, from the first kernel's start to the last one's end.
+attention takes. The time is that of a layer, from the first kernel's start to the last one's end. Ours are the products
+that the tuning table gives to the kernel, for so many rows; XLA has the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-ROWS = (8, 64, 256)
+ROWS = (8, 64, 128)
 CONTEXT, BLOCK = 1024, 64
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, FFN = 32, 8, 128, 4096, 14336
 LAYERS = 4
@@ -37,7 +38,7 @@ class Products:
 
 def products(tools: Any, rows: int) -> list[Products]:
     from pallas_kernels.dense_matmul.dispatch import Ahead
-    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, tuned
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul, chunks_of, tuned
 
     jax, jnp = tools.jax, tools.jnp
 
@@ -49,14 +50,15 @@ def products(tools: Any, rows: int) -> list[Products]:
         return y if residual is None else residual + y
 
     def ours(steps: int, of_out: int) -> Callable[..., Any]:
-        config = Config(**tools.dense[str(rows)]) if str(rows) in tools.dense else tuned(rows)
-
         def multiply(x: Any, weight: Any, *, ahead: Any = None, **kind: Any) -> Any:
-            if ahead is not None:
-                n = of_out if ahead[0].shape == (HIDDEN, HIDDEN) else steps
-                kernel = GpuDenseMatmul(always=True, config=replace(config, ahead=n))
-                return kernel(x, weight, ahead=Ahead(*ahead) if n else None, **kind)
-            return GpuDenseMatmul(always=True, config=config)(x, weight, **kind)
+            gated = kind.get("gated", False)
+            if GpuDenseMatmul().why_not(rows, *weight.shape, weight.dtype, gated=gated) is not None:
+                return xla(x, weight, **kind)
+            chunked = chunks_of(*weight.shape) > 1 and not gated
+            config = tuned(rows, *weight.shape, chunked=chunked, gated=gated)
+            steps_now = 0 if ahead is None else of_out if ahead[0].shape == (HIDDEN, HIDDEN) else steps
+            kernel = GpuDenseMatmul(config=replace(config, ahead=steps_now))
+            return kernel(x, weight, ahead=Ahead(*ahead) if steps_now else None, **kind)
 
         return multiply
 

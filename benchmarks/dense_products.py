@@ -1,10 +1,13 @@
-"""The sections ``dense`` and ``dense_sweep`` of kernels.py: the dense products of Llama 8B's and Qwen3 0.6B's layers.
+"""The sections ``dense``, ``dense_sweep`` and ``dense_bits`` of kernels.py: dense products of two models' layers.
+
+The models are Llama 8B and Qwen3 0.6B.
 
 Every product is what the layer needs: gate and up with silu(gate) * up, out and down with the residual added, logits
 in float32. Beside ours the same with XLA's product (as it chooses by default), all its kernels counted. The layers of
 a program have weights of their own, which together exceed the L2. Rates count weights, rows and results once.
 
 A record of section ``invariance`` says for which numbers of rows the first rows' bits differ from those of 8 rows.
+``dense_bits`` compares the kernel with one chunk and XLA's products as a batch-invariant engine pins them.
 """
 
 from __future__ import annotations
@@ -39,65 +42,59 @@ SHAPES = {
 ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64)}
 L2 = 120 << 20
 """Bytes of weights of a program's layers together, at least: twice the cache and more."""
-SWEEP: dict[str, dict[int, list[dict[str, int]]]] = {
+FEWEST_LAYERS = 5
+"""So many are launched as a graph, without the host's pauses; logits, which take long enough, have 1 or more."""
+SMALL = {"qkv": (960, 576), "out": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+"""SmolLM2 135M, for ``dense_bits``."""
+BITS_ROWS = (8, 64, 256, 2048)
+SWEEP: dict[str, dict[str, dict[int, list[dict[str, int]]]]] = {
     "8b": {
-        8: [
-            dict(width=8, step=128, stages=6),
-            dict(width=8, step=64, stages=12),
-            dict(width=8, step=128, stages=6, hand_over=0),
-            dict(width=8, step=128, stages=6, hand_over=0, chunks=8),
-            dict(width=8, step=128, stages=6, chunks=2),
-            dict(width=8, step=128, stages=10, consumers=1, chunks=1),
-            dict(width=8, step=128, stages=10, consumers=1, chunks=2),
-        ],
-        64: [
-            dict(width=64, step=128, stages=4),
-            dict(width=64, step=64, stages=8),
-            dict(width=64, step=64, stages=8, cluster=2),
-            dict(width=64, step=64, stages=8, cluster=4),
-            dict(width=64, step=128, stages=6, consumers=1, chunks=1),
-            dict(width=64, step=128, stages=6, consumers=1, chunks=2),
-        ],
-        128: [
-            dict(width=128, step=64, stages=6),
-            dict(width=128, step=64, stages=6, cluster=2),
-            dict(width=128, step=64, stages=6, cluster=4),
-            dict(width=128, step=64, stages=8, consumers=1, chunks=2),
-            dict(width=128, step=64, stages=8, consumers=1, chunks=2, cluster=2),
-        ],
-        256: [
-            dict(width=256, step=64, stages=4),
-            dict(width=256, step=64, stages=4, cluster=2),
-            dict(width=256, step=64, stages=4, cluster=4),
-            dict(width=128, step=64, stages=6, cluster=2),
-            dict(width=256, step=64, stages=4, consumers=1, chunks=2, cluster=2),
-        ],
-        2048: [
-            dict(width=128, step=64, stages=6),
-            dict(width=128, step=64, stages=6, cluster=2),
-            dict(width=128, step=64, stages=6, cluster=4),
-            dict(width=256, step=64, stages=4, cluster=2),
-            dict(width=256, step=64, stages=4, cluster=2, chunks=1),
-            dict(width=256, step=64, stages=4, chunks=1),
-        ],
+        "qkv": {
+            8: [dict(width=8, step=128, stages=12, consumers=1)],
+            128: [
+                dict(width=128, step=64, stages=8, consumers=1),
+                dict(width=128, step=128, stages=4, consumers=1),
+            ],
+            256: [
+                dict(width=256, step=64, stages=5, consumers=1),
+                dict(width=256, step=64, stages=5, consumers=1, cluster=2),
+                dict(width=128, step=64, stages=6, cluster=2, chunks=1),
+            ],
+        },
+        "out": {
+            8: [
+                dict(width=8, step=128, stages=10, consumers=1),
+                dict(width=8, step=128, stages=10, consumers=1, chunks=2),
+            ],
+            64: [
+                dict(width=64, step=128, stages=6, consumers=1),
+                dict(width=64, step=128, stages=6, consumers=1, chunks=2),
+            ],
+            128: [
+                dict(width=128, step=64, stages=8, consumers=1),
+                dict(width=128, step=64, stages=8, consumers=1, chunks=2),
+            ],
+        },
+        "gate_up": {1: [dict(width=8, step=128, stages=6, hand_over=0)]},
+        "down": {
+            128: [
+                dict(width=128, step=64, stages=8, consumers=1, chunks=1),
+                dict(width=128, step=64, stages=8, consumers=1, chunks=4),
+            ],
+        },
     },
     "0.6b": {
-        8: [
-            dict(width=8, step=128, stages=6),
-            dict(width=8, step=128, stages=10, consumers=1),
-            dict(width=8, step=128, stages=10, consumers=1, chunks=1),
-            dict(width=8, step=128, stages=10, consumers=1, chunks=2),
-            dict(width=8, step=128, stages=10, consumers=1, chunks=4),
-        ],
-        64: [
-            dict(width=64, step=64, stages=8),
-            dict(width=64, step=64, stages=10, consumers=1),
-            dict(width=64, step=64, stages=10, consumers=1, chunks=2),
-            dict(width=64, step=64, stages=10, consumers=1, chunks=4),
-        ],
+        "qkv": {
+            64: [dict(width=64, step=128, stages=6, consumers=1)],
+            128: [dict(width=128, step=64, stages=8, consumers=1)],
+        },
+        "down": {
+            64: [dict(width=64, step=128, stages=6, consumers=1)],
+            128: [dict(width=128, step=64, stages=8, consumers=1)],
+        },
     },
 }
-"""Configurations tried, by model and rows; ``chunks`` is not one's part, and changes the bits."""
+"""Configurations tried, by model, product and rows; ``chunks`` is not one's part, and changes the bits."""
 
 
 class Tools(Protocol):
@@ -178,7 +175,8 @@ class Operands:
         self.tools = tools
         self.outputs, self.inner = SHAPES[model][name]
         self.most = 512 if name == "logits" else max(ROWS[model])
-        self.layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), 1), 16)
+        fewest = 1 if name == "logits" else FEWEST_LAYERS
+        self.layers = min(max(-(-L2 // (self.outputs * self.inner * 2)), fewest), 16)
         array = functools.partial(tools.jax.ShapeDtypeStruct, dtype=tools.jnp.bfloat16)
         self.weights: list[Any] = [array((self.outputs, self.inner))] * self.layers
         self.x: Any = array((self.most, self.inner))
@@ -319,12 +317,18 @@ def largest_error(tools: Tools, found: Any, case: Case, operands: Operands) -> f
 
 
 def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
-    """Ours as the tuning table has it (or ``--override``'s ``dense``: {rows: configuration}), and XLA's."""
-    products = []
+    """Ours as the tuning table has it, and XLA's.
+
+    ``--override``'s ``dense`` may have {rows: configuration}, and ``products`` ("8b qkv", ...) and ``rows`` to leave
+    out others.
+    """
+    products, wanted = [], tools.dense.get("products")
     for model, shapes in SHAPES.items():
         for name in shapes:
+            if wanted is not None and f"{model} {name}" not in wanted:
+                continue
             cases = []
-            for rows in ROWS[model]:
+            for rows in tools.dense.get("rows", ROWS[model]):
                 if name == "logits" and rows > 256:
                     continue
                 config = tools.dense.get(str(rows))
@@ -336,15 +340,13 @@ def run(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
 
 
 def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
-    """Configurations (or ``--override``'s: {"dense": {"sweep": {model: {rows: [configuration, ...]}}}})."""
+    """Configurations (or ``--override``'s: {"dense": {"sweep": {model: {name: {rows: [configuration, ...]}}}}})."""
     products = []
-    for model, by_rows in (tools.dense.get("sweep") or SWEEP).items():
-        for name in ("qkv", "out", "gate_up", "down"):
+    for model, by_name in (tools.dense.get("sweep") or SWEEP).items():
+        for name, by_rows in by_name.items():
             cases = []
             for rows, configurations in by_rows.items():
                 for config in configurations:
-                    if name == "gate_up" and ("chunks" in config or config.get("consumers") == 1):
-                        continue
                     path = " ".join(f"{key}={value}" for key, value in config.items() if key != "width")
                     path = f"{config['width']}: {path}"
                     cases.append(Case(model, name, int(rows), path, ours(tools, KINDS[name], config)))
@@ -352,4 +354,63 @@ def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
     measure_all(tools, emit, timed, "dense_sweep", share(products))
 
 
-__all__ = ["run", "sweep"]
+def bits(tools: Tools, emit: Callable[..., None]) -> None:
+    """How many elements of the kernel's results, with one chunk, are not those of XLA's pinned products.
+
+    Of each number of rows all rows are compared; and the first 8 rows with those of 8 rows, of either.
+    """
+    shapes = {f"8b {name}": shape for name, shape in SHAPES["8b"].items()}
+    shapes |= {f"135m {name}": shape for name, shape in SMALL.items()}
+    products = [(name, KINDS[name.split()[1]], shape) for name, shape in shapes.items()]
+    products += [(f"{name} alone", "plain", shapes[name]) for name in shapes if name.endswith("gate_up")]
+    shard, shards = map(int, os.environ.get("KERNELS_SHARD", "0/1").split("/"))
+    for name, kind, shape in products[shard::shards]:
+        try:
+            emit(section="dense_bits", name=name, **compare_bits(tools, kind, shape))
+        except Exception as error:
+            emit(section="dense_bits", name=name, wrong=True, failed=f"{type(error).__name__}: {error}"[:300])
+
+
+def compare_bits(tools: Tools, kind: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """Numbers of elements that differ, by rows; those of the kernel from itself are wrong."""
+    from jaxserve.runner.invariance import PINNED_PRODUCTS
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+
+    outputs, inner = shape
+    all_rows = [rows for rows in BITS_ROWS if outputs < 65536 or rows <= 256]
+    weight = tools.random(outputs, inner) * inner**-0.5
+    x, residual = tools.random(all_rows[-1], inner), tools.random(all_rows[-1], outputs)
+    kernel = GpuDenseMatmul(always=True, invariant=True)
+    out_dtype = tools.jnp.float32 if kind == "float32" else None
+
+    def by_kernel(x: Any, weight: Any, residual: Any) -> Any:
+        residual = residual if kind == "residual" else None
+        return kernel(x, weight, residual=residual, gated=kind == "gated", out_dtype=out_dtype)
+
+    def one(case: tuple[int, str]) -> Any:
+        rows, way = case
+        call, options = (by_kernel, {}) if way == "ours" else (xla(tools, kind), dict(PINNED_PRODUCTS))
+        arguments = x[:rows], weight, residual[:rows]
+        return tools.jax.jit(call).lower(*arguments).compile(options), arguments
+
+    cases = [(rows, way) for rows in all_rows for way in ("ours", "xla")]
+    with ThreadPoolExecutor(8) as pool:
+        found = {
+            case: run(*arguments) for case, (run, arguments) in zip(cases, pool.map(one, cases), strict=True)
+        }
+
+    def differ(a: Any, b: Any) -> int:
+        return int(tools.jnp.sum(a != b))
+
+    first = all_rows[0]
+    same = {
+        way: {n: differ(found[n, way][:first], found[first, way]) for n in all_rows[1:]}
+        for way in ("ours", "xla")
+    }
+    return dict(
+        apart=str({n: differ(found[n, "ours"], found[n, "xla"]) for n in all_rows}), of=first * outputs,
+        ours_by_rows=str(same["ours"]), xla_by_rows=str(same["xla"]), wrong=any(same["ours"].values()),
+    )  # fmt: skip
+
+
+__all__ = ["bits", "run", "sweep"]

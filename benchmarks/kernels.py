@@ -57,6 +57,7 @@ SECTIONS = {
     "dense_layers": 300,
     "grouped_sweep": 400,
     "dense_sweep": 300,
+    "dense_bits": 200,
 }
 """Section: its time limit in seconds; of those that measure in turn, from when the first may begin."""
 
@@ -68,7 +69,7 @@ TOGETHER = ("check", "invariance", *IN_TURN)
 
 SHARDS = {
     "check": 8, "decode": 2, "prefill": 2, "sweep": 6, "prefill_sweep": 3, "dense": 5, "dense_layers": 3,
-    "dense_sweep": 4,
+    "dense_sweep": 4, "dense_bits": 4,
 }  # fmt: skip
 """Sections that mostly compile, and so run as several processes at a time."""
 
@@ -80,7 +81,7 @@ def main() -> int:
     parser.add_argument(
         "--sections",
         nargs="+",
-        default=[each for each in SECTIONS if "sweep" not in each],
+        default=[each for each in SECTIONS if "sweep" not in each and each != "dense_bits"],
         choices=list(SECTIONS),
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -88,7 +89,7 @@ def main() -> int:
         "--override",
         default="{}",
         help='configuration, as {"decode": {...}, "prefill": {...}, "grouped": {...}, "dense": {"64": {...}}}; of '
-        'dense_sweep: {"dense": {"sweep": {"64": [{...}, ...]}}}',
+        'dense_sweep: {"dense": {"sweep": {"8b": {"qkv": {"64": [{...}, ...]}}}}}',
     )
     parser.add_argument("--ours-only", action="store_true", help="leave out what ours is compared with")
     parser.add_argument(
@@ -124,6 +125,18 @@ class Running:
     out: Any
     ready: Path
     failure: str = ""
+    printed: int = 0
+    """Records that have been shown."""
+
+    def show(self) -> list[str]:
+        """Its whole lines so far; records among them are printed once, so that an interrupted run leaves them."""
+        written = os.pread(self.out.fileno(), os.fstat(self.out.fileno()).st_size, 0).decode(errors="replace")
+        lines = [line for line in written.splitlines(keepends=True) if line.endswith("\n") or self.is_done()]
+        records = [line.strip() for line in lines if line.startswith('{"section"')]
+        for line in records[self.printed :]:
+            print(line, flush=True)
+        self.printed = len(records)
+        return [line.rstrip("\n") for line in lines]
 
     def is_done(self) -> bool:
         return self.process.poll() is not None
@@ -148,6 +161,8 @@ def run_sections(sections: Sequence[str], args: argparse.Namespace) -> list[dict
             for each in [each for each in running if each.is_done()]:
                 running.remove(each)
                 records += collect(each)  # now, so that an interrupted run leaves what it found
+            for each in running:
+                each.show()
             measuring = [each for each in running if each.section in IN_TURN]
             others = [each for each in running if each.section not in IN_TURN]
             if not go.exists() and not others and all(each.ready.exists() for each in measuring):
@@ -180,11 +195,8 @@ def start(section: str, args: argparse.Namespace, turns: Path) -> list[Running]:
 
 def collect(each: Running) -> list[dict[str, Any]]:
     failure = each.failure or ("" if each.process.returncode == 0 else "failed")
-    each.out.seek(0)
-    lines = each.out.read().splitlines()
+    lines = each.show()
     records = [json.loads(line) for line in lines if line.startswith('{"section"')]
-    for record in records:
-        print(json.dumps(record), flush=True)
     if failure:
         records.append({"section": each.section, "name": "FAILED", "error": failure})
         print(f"{each.section}: {failure}")
@@ -200,7 +212,7 @@ def report(records: list[dict[str, Any]]) -> None:
         f"\nceilings: copy {ceiling.get('copy', 0):.2f} TB/s, product {ceiling.get('product', 0):.0f} TFLOP/s"
     )
     for r in records:
-        if r["section"] in ("check", "invariance"):
+        if r["section"] in ("check", "invariance", "dense_bits"):
             print("  ".join(f"{key} {value}" for key, value in r.items() if key != "section"))
     print(
         f"{'shape':30} {'path':46} {'kernel us':>9} {'layer us':>9} {'rate':>13} {'ceiling':>8} {'target':>12}"
@@ -699,6 +711,12 @@ def section_dense_layers(context: Context) -> None:
         return kernel_and_layer(profile(context, run), layers, lambda name: True)[1]
 
     dense_layers.run(context, emit, profiled)
+
+
+def section_dense_bits(context: Context) -> None:
+    import dense_products
+
+    dense_products.bits(context, emit)
 
 
 def section_dense_sweep(context: Context) -> None:

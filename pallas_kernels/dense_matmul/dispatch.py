@@ -40,7 +40,10 @@ class DenseMatmul(Protocol):
         ...
 
     def for_all_rows(self) -> DenseMatmul:
-        """The same for any number of rows, though XLA be faster for some: one order of sums for all of them."""
+        """The same with one order of sums for all numbers of rows, though XLA be faster for some.
+
+        What it leaves to XLA all the same, XLA adds up in that order if its choice of algorithms is pinned.
+        """
         ...
 
     def __call__(

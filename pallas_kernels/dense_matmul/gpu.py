@@ -3,12 +3,13 @@
 Central ideas:
 
 * Products are computed transposed: a weight's outputs are the 64-row side of the tensor core's instruction, tokens are
-  its columns, of which there may be as few as 8. A tile is 128 outputs (two multiplying warpgroups) and all tokens, or
-  256 of many: each weight is read once. One warpgroup loads, running ahead over the ends of items.
+  its columns, of which there may be as few as 8. A tile is 64 outputs, or 128 (two multiplying warpgroups), and all
+  tokens, or 256 of many: each weight is read once. One warpgroup loads, running ahead over the ends of items.
 * Every multiprocessor gets the same number of steps, whatever divides what (``gpu_work``). Where there are too few
   outputs for that, the contracted dimension is cut into chunks, whose sums the last one to finish adds up in order.
 * A row's bits depend on the weight's shape alone: the order of sums is fixed by the chunks, and these by the shape.
-  Neither the number of rows nor the configuration or the number of multiprocessors has a part in it.
+  Neither the number of rows nor the configuration or the number of multiprocessors has a part in it. ``for_all_rows``
+  has one chunk whatever the shape.
 * What follows a product in a layer happens where its sums are: adding the residual, silu(gate) * up.
 * CTAs of a cluster may share the rows that they all need: each loads a part and sends it to all.
 """
@@ -46,8 +47,10 @@ SHARED_MEMORY = 232_448
 DTYPES = ("bfloat16", "float16")
 MANY = 4096
 """Counters come in so many, which will do for all kernels with few tokens."""
-FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 124, 8, 256
-"""Chunks are made until there are so many tiles of them, up to so many and no shorter than that."""
+FILLED, MOST_CHUNKS, SHORTEST_CHUNK = 48, 4, 256
+"""Chunks are made until there are so many of 64 outputs, up to so many and no shorter than that.
+
+64 multiprocessors load 3.9 TB/s, and handing sums over costs 2 us."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,19 @@ def _tuning() -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def tuned(num_rows: int, *, chunked: bool = False) -> Config:
-    """The table's configuration for so many rows, and a weight whose contracted dimension is in chunks or is not."""
+def tuned(num_rows: int, outputs: int, inner: int, *, chunked: bool = False, gated: bool = False) -> Config:
+    """The table's configuration for so many rows.
+
+    Args:
+        outputs, inner: sizes of the weight.
+        chunked: its contracted dimension is in chunks.
+        gated: it is a gate's and as many others.
+    """
+    case = dict(outputs=outputs, inner=inner, chunked=chunked, gated=gated)
     for entry in _tuning()["tables"]:
         enough = entry["rows"] is None or num_rows <= entry["rows"]
-        if enough and entry.get("chunked", chunked) == chunked:
-            rest = ("rows", "chunked", "source")
+        if enough and all(entry.get(key, value) == value for key, value in case.items()):
+            rest = ("rows", "source", *case)
             return Config(**{key: value for key, value in entry.items() if key not in rest})
     raise ValueError("gpu_tuning.json has no entry for any number of rows: its last one's rows is null")
 
@@ -132,15 +142,20 @@ def chunks_of(outputs: int, inner: int) -> int:
     for entry in _tuning()["chunks"]:
         if (entry["outputs"], entry["inner"]) == (outputs, inner):
             return entry["chunks"]
-    tiles = pl.cdiv(outputs, 2 * ROWS)
     most = max(min(MOST_CHUNKS, inner // SHORTEST_CHUNK), 1)
-    return min(pl.cdiv(FILLED, tiles), most)
+    return min(pl.cdiv(FILLED, pl.cdiv(outputs, ROWS)), most)
 
 
-def use_from_table(num_rows: int) -> bool:
-    """Whether the table has this kernel compute products of so many rows."""
-    used = _tuning()["used"]
-    return used["from"] <= num_rows <= used["to"]
+def rows_from_table(outputs: int, inner: int, item_size: int, *, gated: bool = False) -> tuple[int, int]:
+    """From how many to how many rows the table has this kernel multiply by an [outputs, inner] weight."""
+    case = dict(outputs=outputs, inner=inner, gated=gated)
+    mib = outputs * inner * item_size / 2**20
+    for entry in _tuning()["used"]:
+        large = mib >= entry.get("mib_from", 0) and outputs >= entry.get("outputs_from", 0)
+        if large and all(entry.get(key, value) == value for key, value in case.items()):
+            first, last = entry["rows"]
+            return first, last
+    return 1, 0
 
 
 def supported(outputs: int, inner: int, dtype: Any, *, gated: bool = False) -> str | None:
@@ -198,11 +213,13 @@ def dense_matmul(
     if ahead is not None and config.ahead and not case.many_tokens:
         next_outputs, next_inner = ahead.weight.shape
         next_chunks = 1 if ahead.gated else chunks_of(next_outputs, next_inner)
-        following = replace(
-            case, outputs=next_outputs, inner=next_inner, chunks=next_chunks, gated=ahead.gated,
-            has_residual=False, out_dtype=x.dtype.name,
-        )  # fmt: skip
-        case = replace(case, next=following)
+        of_next = tuned(num_rows, next_outputs, next_inner, chunked=next_chunks > 1, gated=ahead.gated)
+        if of_next.cluster == config.cluster:
+            following = replace(
+                case, config=of_next, outputs=next_outputs, inner=next_inner, chunks=next_chunks, gated=ahead.gated,
+                has_residual=False, out_dtype=x.dtype.name,
+            )  # fmt: skip
+            case = replace(case, next=following)
     # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
     # knew: kernels of a program follow one another, so that all of them may use the same.
     # They have one size, so that all of a program's are one array.
@@ -386,7 +403,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                 output = pl.multiple_of(block * ROWS, ROWS)
                 row = output + consumer * (case.outputs // 2)
                 return tokens, pl.multiple_of(row, ROWS), output, output < case.outputs // 2
-            output = pl.multiple_of((block * consumers + consumer) * ROWS, ROWS)
+            output = pl.multiple_of((block * case.config.consumers + consumer) * ROWS, ROWS)
             return tokens, output, output, output < case.outputs
 
         @pl.when(warpgroup == consumers)
@@ -403,7 +420,7 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
 
                     def one_step(at, _):
                         first = pl.multiple_of((at - tile * its_line.steps) * coming.step, coming.step)
-                        for consumer in range(consumers):
+                        for consumer in range(coming.config.consumers):
                             _, row, _, exists = place(coming, tile, consumer, 1)
                             block = next_weight.at[pl.ds(row, ROWS), pl.ds(first, coming.step)]
                             plgpu.async_prefetch(block, predicate=exists)
@@ -657,6 +674,8 @@ class GpuDenseMatmul:
         num_sms: multiprocessors to fill; None asks the first device.
         config: instead of the tuning table's.
         always: used for any number of rows, not only where the table says so.
+        invariant: one chunk for all shapes, used for all numbers of rows; from those on for which the table leaves
+            them to XLA, that adds up in the same order.
         chunks: instead of the shape's own, for measurements.
         interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
     """
@@ -664,6 +683,7 @@ class GpuDenseMatmul:
     num_sms: int | None = None
     config: Config | None = None
     always: bool = False
+    invariant: bool = False
     chunks: int | None = None
     interpret: Any = None
     name = "mosaic_gpu"
@@ -672,13 +692,22 @@ class GpuDenseMatmul:
         self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
     ) -> str | None:
         """Why it does not multiply so many rows by an [outputs, inner] weight, None when it does."""
-        if not self.always and not use_from_table(num_rows):
-            return f"gpu_tuning.json leaves {num_rows} rows to XLA"
-        return supported(outputs, inner, dtype, gated=gated)
+        if (reason := supported(outputs, inner, dtype, gated=gated)) is not None or self.always:
+            return reason
+        if self.invariant:
+            policy = _tuning()["invariant"]
+            if gated and not policy["gated"]:
+                return "gpu_tuning.json leaves silu(gate) * up to XLA, which rounds it otherwise"
+            first, last = 1, policy["to"]
+        else:
+            first, last = rows_from_table(outputs, inner, jnp.dtype(dtype).itemsize, gated=gated)
+        if num_rows < first or (last is not None and num_rows > last):
+            return f"gpu_tuning.json leaves {num_rows} rows by {outputs} x {inner} to XLA"
+        return None
 
     def for_all_rows(self) -> GpuDenseMatmul:
         """See ``DenseMatmul``."""
-        return replace(self, always=True)
+        return replace(self, invariant=True)
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
@@ -697,13 +726,15 @@ class GpuDenseMatmul:
         if reason is not None:
             raise ValueError(reason)
         num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
-        chunks = self.chunks or chunks_of(*weight.shape)
-        config = self.config or tuned(x.shape[0], chunked=chunks > 1 and not gated)
-        if ahead is not None and supported(*ahead.weight.shape, ahead.weight.dtype, gated=ahead.gated):
+        num_rows, following = x.shape[0], None if ahead is None else ahead.weight
+        chunks = self.chunks or (1 if self.invariant else chunks_of(*weight.shape))
+        config = self.config or tuned(num_rows, *weight.shape, chunked=chunks > 1 and not gated, gated=gated)
+        if following is None or self.why_not(num_rows, *following.shape, following.dtype, gated=ahead.gated):
             ahead = None
         return _jitted(
-            x, weight, residual, ahead, config, num_sms, gated, out_dtype, self.chunks, self.interpret
-        )
+            x, weight, residual, ahead if config.ahead else None, config, num_sms, gated, out_dtype, chunks,
+            self.interpret,
+        )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))

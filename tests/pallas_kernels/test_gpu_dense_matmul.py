@@ -22,6 +22,11 @@ pytestmark = pytest.mark.device
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, int], dict[str, Any]]] = {
     # rows, outputs, inner; configuration; arguments
     "sums handed over, an odd block of outputs": ((8, 320, 192), dict(width=8), dict(num_sms=2, chunks=1)),
+    "64 outputs a tile, a worker each": (
+        (8, 192, 192),
+        dict(width=8, consumers=1),
+        dict(num_sms=3, chunks=1),
+    ),
     "chunks handed over and added up, a residual": (
         (13, 192, 512),
         dict(width=16),
@@ -112,9 +117,9 @@ def test_the_order_of_sums_follows_the_shape_alone() -> None:
     from pallas_kernels.dense_matmul.gpu import chunks_of
 
     assert {(n, k): chunks_of(n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))} == {
-        (6144, 4096): 3, (4096, 4096): 4, (28672, 4096): 1, (4096, 14336): 4
+        (6144, 4096): 1, (4096, 4096): 1, (28672, 4096): 1, (4096, 14336): 2
     }  # fmt: skip
-    assert chunks_of(64, 64) == 1
+    assert [chunks_of(64, 64), chunks_of(1024, 2048), chunks_of(2048, 512)] == [1, 3, 2]
     assert chunk_borders(4096, 3) == (0, 1280, 2688, 4096)
     assert chunk_borders(320, 2) == (0, 128, 320)
 
@@ -142,12 +147,13 @@ def test_it_lowers() -> None:
         lowered(256, 4096, 14336, residual=True),
         lowered(8, 128256, 4096, out_dtype=jnp.float32),
         lowered(64, 4096, 4096, Config(64, cluster=2)),
-        lowered(8, 4096, 1024, Config(8, consumers=1)),
+        lowered(8, 4096, 1024),
+        lowered(128, 4096, 4096, Config(128, consumers=1, ahead=2), ahead=(28672, 4096)),
         lowered(500, 4096, 14336, residual=True),
         lowered(8, 6144, 4096, Config(8, ahead=2), ahead=(28672, 4096)),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
-    many = [lowered(rows, 4096, 1024, residual=True) for rows in (384, 1024)]
+    many = [lowered(rows, 4096, 1024, residual=True) for rows in (512, 1024)]
     assert len({re.findall(r'kernel_hash = "([^"]*)"', text)[0] for text in many}) == 1
 
 
@@ -156,8 +162,9 @@ def test_what_cannot_run_is_refused() -> None:
     from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, _tuning, supported, tuned
 
     for entry in _tuning()["tables"]:
-        chunked = entry.get("chunked", False)
-        assert tuned(entry["rows"] or 100_000, chunked=chunked).width == entry["width"]
+        case = {key: entry.get(key, False) for key in ("chunked", "gated")}
+        size = entry.get("outputs", 64), entry.get("inner", 64)
+        assert tuned(entry["rows"] or 100_000, *size, **case).width == entry["width"]
     wrong = [
         dict(width=12), dict(width=264), dict(width=72), dict(width=8, cluster=2), dict(width=64, cluster=3),
         dict(width=8, step=96), dict(width=8, stages=1), dict(width=256, stages=5),
@@ -176,5 +183,40 @@ def test_what_cannot_run_is_refused() -> None:
     square = weight.astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="float32 without"):
         GpuDenseMatmul(num_sms=2, always=True)(x, square, residual=x, out_dtype=jnp.float32)
-    with pytest.raises(ValueError, match="leaves 8 rows to XLA"):
-        GpuDenseMatmul(num_sms=2)(x, square)
+    with pytest.raises(ValueError, match="leaves 1 rows by 64 x 64 to XLA"):
+        GpuDenseMatmul(num_sms=2)(x[:1], square)
+
+
+@needs_mosaic_gpu
+def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.dense_matmul import gpu
+
+    monkeypatch.setattr(gpu, "_tuning", lambda: table)
+    table: dict[str, Any] = {
+        "used": [
+            {"outputs_from": 4096, "rows": [1, 0]},
+            {"gated": True, "mib_from": 1, "rows": [1, 32]},
+            {"outputs": 128, "inner": 256, "rows": [9, 16]},
+            {"rows": [2, 8]},
+        ],
+        "invariant": {"to": 64, "gated": False},
+        "chunks": [],
+        "tables": [{"rows": None, "width": 8}],
+    }
+
+    def used(kernel: Any, *size: int, gated: bool = False) -> list[int]:
+        rows = (1, 2, 8, 9, 16, 32, 64, 65)
+        return [n for n in rows if kernel.why_not(n, *size, "bfloat16", gated=gated) is None]
+
+    kernel = gpu.GpuDenseMatmul(num_sms=2)
+    assert used(kernel, 4096, 64) == []
+    assert used(kernel, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32]
+    assert used(kernel, 1024, 448, gated=True) == [2, 8]
+    assert used(kernel, 128, 256) == [9, 16]
+    assert used(kernel, 64, 64) == [2, 8]
+    assert used(kernel, 64, 96) == []
+    invariant = kernel.for_all_rows()
+    assert used(invariant, 4096, 64) == [1, 2, 8, 9, 16, 32, 64]
+    assert used(invariant, 1024, 512, gated=True) == []
+    table["invariant"] = {"to": None, "gated": True}
+    assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32, 64, 65]
