@@ -38,6 +38,7 @@ from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
+    FEWEST_LOGITS,
     LIBRARY_PRODUCTS,
     HeadVariant,
     ProgramShapes,
@@ -46,6 +47,7 @@ from jaxserve.runner.programs import (
     StepVariant,
     step_variants,
 )
+from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.sampling.metadata import Feature, set_masked
@@ -456,9 +458,11 @@ class JaxModelRunner:
         if self._style.fixed_addresses:
             shapes = replace(
                 shapes,
-                fixed_input=max(layout.size for layout in self.builder.layouts.values()),
+                fixed_input=max(
+                    head_size(FEWEST_LOGITS), *(layout.size for layout in self.builder.layouts.values())
+                ),
                 fixed_tokens=self.builder.table.mixed[-1].num_tokens,
-                fixed_rows=max(bucket.num_rows for bucket in self.builder.table.buckets),
+                fixed_rows=max(FEWEST_LOGITS, *(bucket.num_rows for bucket in self.builder.table.buckets)),
                 hidden_size=self.model.hidden_size,
                 dtype=self.model.dtype,
             )

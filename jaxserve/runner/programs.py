@@ -158,7 +158,10 @@ LARGE_PRODUCTS = 256
 """Rows of products from which on ``LIBRARY_PRODUCTS`` holds."""
 LIBRARY_PRODUCTS: CompilerOptions = (("xla_gpu_enable_triton_gemm", False),)
 """For large products on a GPU. XLA would compile dozens of its own for each, time them beside cuBLAS' and find none
-that is faster."""
+that is faster. So are those of the logits, for any number of rows but one."""
+FEWEST_LOGITS = 8
+"""Rows of the smallest head. A library multiplies one row no faster, and XLA without its own products would turn the
+whole weight into float32 for it."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +199,12 @@ def head_variants(variants: Sequence[StepVariant]) -> list[HeadVariant]:
     """The second halves that steps between fixed addresses need, the largest first.
 
     They follow a step's rows, not its tokens: a long prompt alone needs the logits of one row. The whole sampler takes
-    longer to compile than many layers, and so has powers of two (and the largest) alone.
+    longer to compile than many layers, and so has powers of two (and the largest) alone. None has fewer rows than
+    ``FEWEST_LOGITS``.
     """
     fixed = [variant.bucket.num_rows for variant in variants if variant.fixed]
     decoding = {variant.bucket.num_rows for variant in variants if variant.fixed and variant.decode_only}
-    rows = sorted({*decoding, *fixed[:1]}, reverse=True)
+    rows = sorted({max(num_rows, FEWEST_LOGITS) for num_rows in (*decoding, *fixed[:1])}, reverse=True)
     coarse = [num_rows for num_rows in rows if num_rows == rows[0] or num_rows & (num_rows - 1) == 0]
     return [
         HeadVariant(num_rows, features)
@@ -213,7 +217,7 @@ class StepPrograms:
     """Lowers and compiles; afterwards a table of callables.
 
     Args:
-        large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more.
+        large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
 
     Attributes:
         compiled: key -> program. Keys are the ``StepVariant``s and ``HeadVariant``s; the names of what changes parts
@@ -278,7 +282,7 @@ class StepPrograms:
             features=variant.features,
         )  # fmt: skip
         specs = self._state_specs
-        program = self._placement(variant.num_rows).jit(
+        program = self._placement(LARGE_PRODUCTS).jit(
             head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
             donate=(1,),
         )  # fmt: skip
@@ -369,7 +373,7 @@ class StepPrograms:
 
     def _lower_score(self) -> jax.stages.Lowered:
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
-        program = self.placement.jit(score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED)
+        program = self._placement(LARGE_PRODUCTS).jit(score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED)
         return program.lower(self._params, self._hidden(SCORE_CHUNK), self._by_rank((SCORE_CHUNK,)))
 
     def _hidden(self, num_tokens: int) -> Abstract:

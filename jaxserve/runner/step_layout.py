@@ -82,9 +82,14 @@ class StepLayout:
         }
 
 
+def head_size(num_rows: int) -> int:
+    """Elements of a buffer that ``split_head`` reads for so many rows."""
+    return 2 + num_rows * NUM_COLUMNS
+
+
 def split_head(buffer: Any, num_rows: int) -> tuple[Any, Any, Any]:
     """``step_features``, ``bucket_rows`` and the first ``num_rows`` of ``sampling`` of any bucket's buffer.
 
     Rows from ``bucket_rows`` on are something else.
     """
-    return buffer[0:1], buffer[1:2], buffer[2 : 2 + num_rows * NUM_COLUMNS].reshape(num_rows, NUM_COLUMNS)
+    return buffer[0:1], buffer[1:2], buffer[2 : head_size(num_rows)].reshape(num_rows, NUM_COLUMNS)
