@@ -20,7 +20,7 @@ ROWS = (8, 64, 128)
 CONTEXT, BLOCK = 1024, 64
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, FFN = 32, 8, 128, 4096, 14336
 LAYERS = 4
-AHEAD = ((0, 0), (2, 2), (3, 8))
+AHEAD = ((0, 0), (4, 4), (12, 12))
 """Steps ahead of most weights, and of the output product's."""
 
 

@@ -517,7 +517,8 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     gate = value.astype(dtype).astype(jnp.float32)
                     plgpu.barrier_wait(up_full)
                     up = plgpu.load(up_s, layout=plgpu.Layout.WGMMA, optimized=False)
-                    product = gate / (1.0 + jnp.exp(-gate)) * up.astype(jnp.float32)
+                    # In XLA's order: there may be a kernel of its for other numbers of rows.
+                    product = gate * (1.0 / (jnp.exp(-gate) + 1.0)) * up.astype(jnp.float32)
                     plgpu.barrier_arrive(up_free)
                     store_piece(product, piece, tokens, output)
 
