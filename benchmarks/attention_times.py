@@ -72,33 +72,21 @@ MIXED = [
 MIXED_LIMIT = 1.15
 """Time of a mixed step over the sum of its parts' times."""
 
-SWEEP_DECODE = [
-    decode_case(r, c) for r, c in ((1, 1024), (1, 4096), (16, 2048), (64, 1024), (64, 4096), (256, 1024))
-]
+SWEEP_DECODE = [decode_case(r, c) for r, c in ((1, 1024), (1, 4096), (16, 2048), (64, 1024))]
 SWEEP = [
     dict(),
-    dict(auto_barriers=True),
-    dict(halves=False),
-    dict(min_chunk=1, max_chunks=16),
-    dict(min_chunk=1, max_chunks=32),
-    dict(min_chunk=2, max_chunks=16),
-    dict(min_chunk=2, max_chunks=32),
-    dict(min_chunk=8),
-    dict(min_chunk=2, stages=3, ctas_per_sm=2),
-    dict(min_chunk=4, stages=3, ctas_per_sm=2),
-    dict(step=128, stages=1, ctas_per_sm=2, min_chunk=1),
-    dict(step=128, stages=3, ctas_per_sm=1, min_chunk=2),
+    dict(separate=False),
+    dict(merge=11),
+    dict(min_chunk=1, max_chunks=16, merge=11),
+    dict(step=64, stages=6, min_chunk=2, max_chunks=16, merge=11),
+    dict(step=64, stages=6, min_chunk=4, max_chunks=16, merge=11),
 ]
 """What is changed of the decode configuration."""
 
 SWEEP_PREFILL = [Case(each.rows) for each in PREFILL if each.rows[0] != (33280, 512)]
 PREFILL_SWEEP = [
     dict(),
-    dict(auto_barriers=True),
-    dict(consumer_registers=224, producer_registers=56),
-    dict(consumer_registers=208, producer_registers=88),
-    dict(query_buffers=1),
-    dict(step=64, stages=4),
+    dict(consumer_registers=216, producer_registers=72),
 ]
 """What is changed of the prefill configuration."""
 

@@ -111,10 +111,11 @@ def _tuning() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(file.read_text())
 
 
-def _tuned(kernel: str, head_size: int, columns: int | None = None) -> dict[str, int]:
-    """The table's entry for a head size, or for that head size and number of columns where there is one."""
+def _tuned(kernel: str, head_size: int, columns: int | None = None, *, narrow: bool = False) -> dict[str, int]:
+    """The table's most particular entry for a head size, a number of columns, and caches of one byte an element."""
     size = stored_head_size(head_size)
-    entry = _tuning()[kernel].get(f"{size}/{columns}") or _tuning()[kernel][str(size)]
+    keys = [f"{size}/narrow"] * narrow + [f"{size}/{columns}", str(size)]
+    entry = next(_tuning()[kernel][key] for key in keys if key in _tuning()[kernel])
     return {key: value for key, value in entry.items() if key != "source"}
 
 
@@ -176,32 +177,25 @@ class GpuBackend:
             kv_cache: its cache, of which shape and type matter; None costs every decode kernel a microsecond or so as
                 it starts.
         """
-        config = self._decode(head_size, num_heads // num_kv_heads)
-        block_size = None
-        if kv_cache is not None:
-            block_size = values_of(kv_cache).shape[3]
-            if values_of(kv_cache).dtype.itemsize == 1:  # then registers have room for no more
-                config = replace(config, ctas_per_sm=min(config.ctas_per_sm, 2))
+        group = num_heads // num_kv_heads
+        narrow = kv_cache is not None and values_of(kv_cache).dtype.itemsize == 1
         decode = plan_decode(
             metadata,
             num_kv_heads=num_kv_heads,
-            block_size=block_size,
+            block_size=None if kv_cache is None else values_of(kv_cache).shape[3],
             sliding_window=options.sliding_window,
             num_sms=self._num_sms(),
-            config=config,
+            config=self._decode(head_size, group, narrow),
         )
-        decode = DecodePlan(
-            rows=decode.rows, stretches=decode.stretches, counters=jax.new_ref(decode.counters)
-        )
+        decode = replace(decode, counters=jax.new_ref(decode.counters))
         if metadata.decode_only:
             return GpuPlan(decode=decode, prefill=None)
-        group = num_heads // num_kv_heads
         prefill = plan_prefill(
             metadata,
             group=group,
             num_tokens=max(num_tokens, tile_shape(group).tokens_per_cta),
             sliding_window=options.sliding_window,
-            config=self._prefill(head_size),
+            config=self._prefill(head_size, narrow),
         )
         return GpuPlan(decode=decode, prefill=prefill)
 
@@ -268,9 +262,8 @@ class GpuBackend:
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         cache = jax.new_ref(kv_cache)
         out = decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks,
-            config=self._decode(q.shape[2], q.shape[1] // k.shape[1]), scales=scales, interpret=self.interpret,
-        )  # fmt: skip
+            q, k, v, cache, metadata, plan.decode, options, sinks, scales=scales, interpret=self.interpret
+        )
         assert out is not None
         return out, jax.freeze(cache)
 
@@ -279,7 +272,7 @@ class GpuBackend:
         self, q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata,
         options: AttentionOptions, sinks: jax.Array | None, plan: GpuPlan, scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        num_tokens, num_heads, head_size = q.shape
+        num_tokens, num_heads, _ = q.shape
         assert plan.prefill is not None
         least = tile_shape(num_heads // k.shape[1]).tokens_per_cta
         q = jnp.pad(q, ((0, max(least - num_tokens, 0)), (0, 0), (0, 0)))
@@ -288,21 +281,20 @@ class GpuBackend:
         live = metadata.query_start_loc[-1:]
         kv_cache_update(cache, k, v, metadata.slot_mapping, live, num_sms=num_sms, interpret=self.interpret)
         decode_attention(
-            q, k, v, cache, metadata, plan.decode, options, sinks,
-            config=self._decode(head_size, num_heads // k.shape[1]), out=out, scales=scales,
+            q, k, v, cache, metadata, plan.decode, options, sinks, out=out, scales=scales,
             interpret=self.interpret,
         )  # fmt: skip
         prefill_attention(
-            q, cache, metadata, plan.prefill, options, sinks, out, num_sms=num_sms,
-            config=self._prefill(head_size), scales=scales, interpret=self.interpret,
+            q, cache, metadata, plan.prefill, options, sinks, out, num_sms=num_sms, scales=scales,
+            interpret=self.interpret,
         )  # fmt: skip
         return jax.freeze(out)[:num_tokens], jax.freeze(cache)
 
     def _num_sms(self) -> int:
         return self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
 
-    def _decode(self, head_size: int, group: int) -> DecodeConfig:
-        return self.decode or DecodeConfig(**_tuned("decode", head_size, columns_of(group)))
+    def _decode(self, head_size: int, group: int, narrow: bool) -> DecodeConfig:
+        return self.decode or DecodeConfig(**_tuned("decode", head_size, columns_of(group), narrow=narrow))
 
-    def _prefill(self, head_size: int) -> PrefillConfig:
-        return self.prefill or PrefillConfig(**_tuned("prefill", head_size))
+    def _prefill(self, head_size: int, narrow: bool) -> PrefillConfig:
+        return self.prefill or PrefillConfig(**_tuned("prefill", head_size, narrow=narrow))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,7 +31,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_partials import load_partial, save_partial, store_columns
-from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, copy_layout, warpgroup_barrier
+from pallas_kernels.ragged_paged_attention.gpu_primitives import (
+    add_and_fetch,
+    copy_layout,
+    store,
+    warpgroup_barrier,
+)
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -50,6 +55,7 @@ class DecodeConfig:
         max_chunks: most chunks of a sequence, a power of two; longer rows get larger chunks.
         merge: chunks that are loaded at a time when a sequence is merged, for 8 heads of 128; bounded by registers.
         halves: merge with all threads where half of the columns are padding.
+        separate: wait for a step's values only when its scores are done.
         auto_barriers: leave barriers to the compiler, which puts two around every store and one before every copy.
     """
 
@@ -60,6 +66,7 @@ class DecodeConfig:
     max_chunks: int = 32
     merge: int = 6
     halves: bool = True
+    separate: bool = True
     auto_barriers: bool = False
 
 
@@ -73,11 +80,13 @@ class DecodePlan:
         stretches: [groups, ...] int32, see ``Stretch``; what a CTA needs to start, in one place.
         counters: [groups * K] int32, or a reference to it: steps done of the sequence that begins in one CTA and
             ends in another. Zero before and after every call.
+        config: by which it was cut.
     """
 
     rows: jax.Array
     stretches: jax.Array
     counters: Any
+    config: DecodeConfig = field(metadata=dict(static=True))
 
 
 class Stretch(enum.IntEnum):
@@ -98,8 +107,9 @@ class Stretch(enum.IntEnum):
     """R: a kernel serves every batch size, and does not know it."""
     FIRST_ROW = 8
     """Four columns: its first row's entry of ``rows``."""
-    BLOCKS = 12
-    """Block ids of the ``stages`` steps that are loaded before anything else, ``blocks_per_step`` for each, if any."""
+    EARLY = 12
+    """The ``stages`` steps that are loaded before anything else and the one after them, if any: of each its row, its
+    number, its row's length, one past its row's last step, and ``blocks_per_step`` block ids."""
 
 
 def columns_of(group: int) -> int:
@@ -119,8 +129,8 @@ def plan_decode(
     """Cut the decoding rows' work into one stretch per group of CTAs, on the device.
 
     Args:
-        block_size: of the cache; None leaves the block ids out of the stretches, which costs the kernel a round trip
-            to memory as it starts.
+        block_size: of the cache; None leaves the first steps' places out of the stretches, which costs the kernel
+            round trips to memory as it starts.
     """
     num_rows, width = metadata.block_tables.shape
     num_groups = max(num_sms * config.ctas_per_sm // num_kv_heads, 1)
@@ -162,15 +172,19 @@ def plan_decode(
     )  # fmt: skip
     stretches = jnp.concatenate([jnp.stack(fields, -1), rows[row]], axis=1)
     if block_size is not None:
-        at_row, at_step = locate(border[:-1, None] + jnp.arange(config.stages, dtype=jnp.int32))
-        at = (first[at_row] + at_step)[..., None] * config.step
+        at_row, at_step = locate(border[:-1, None] + jnp.arange(config.stages + 1, dtype=jnp.int32))
+        at_step += first[at_row]
+        at = at_step[..., None] * config.step
         at = at + jnp.arange(blocks_per_step(config.step, block_size)) * block_size
-        early = metadata.block_tables[at_row[..., None], jnp.minimum(at // block_size, width - 1)]
+        blocks = metadata.block_tables[at_row[..., None], jnp.minimum(at // block_size, width - 1)]
+        early = jnp.stack([at_row, at_step, length[at_row], last[at_row]], -1)
+        early = jnp.concatenate([early, blocks], axis=-1)
         stretches = jnp.concatenate([stretches, early.reshape(num_groups, -1)], axis=1)
     return DecodePlan(
         rows=rows,
         stretches=stretches.astype(jnp.int32),
         counters=jnp.zeros(num_groups * num_kv_heads, jnp.int32),
+        config=config,
     )
 
 
@@ -188,7 +202,6 @@ def decode_attention(
     options: AttentionOptions,
     sinks: jax.Array | None,
     *,
-    config: DecodeConfig,
     out: Any = None,
     scales: jax.Array | None = None,
     interpret: Any = None,
@@ -210,7 +223,7 @@ def decode_attention(
     """  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    num_rows = plan.rows.shape[0]
+    num_rows, config = plan.rows.shape[0], plan.config
     num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     group = num_heads // num_kv_heads
@@ -308,7 +321,7 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
 
     columns, head_size, step, stages = case.columns, case.head_size, case.config.step, case.config.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    copies = (4 if case.scaled else 2) * blocks_per_step(step, case.block_size)
+    copies = (2 if case.scaled else 1) * blocks_per_step(step, case.block_size)
     tiles = 1 if case.widens else stages
     arriving = plgpu.SMEM((stages, step, head_size), kv_dtype)
     return dict(
@@ -330,7 +343,8 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         weights_or_count=plgpu.RefUnion(
             plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
         ),
-        kv_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         q_full=plgpu.Barrier(num_barriers=2),
         new_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
     )
@@ -359,10 +373,10 @@ def _kernel_body(case: _Case):
 
     def paged_decode(
         rows, stretches, tables, slot_mapping, q, k, v, *refs,
-        k_s, v_s, q_s, new_s, weights_or_count, kv_full, q_full, new_full, q_in=None,
+        k_s, v_s, q_s, new_s, weights_or_count, k_full, v_full, q_full, new_full, q_in=None,
         k_in=None, v_in=None, scales_in=None,
     ):  # fmt: skip
-        arriving = (k_in, v_in) if case.widens else (k_s, v_s)
+        arriving = ((k_in, k_full), (v_in, v_full)) if case.widens else ((k_s, k_full), (v_s, v_full))
         sinks, refs = (refs[0], refs[1:]) if case.has_sinks else (None, refs)
         scales, refs = (refs[0], refs[1:]) if case.scaled else (None, refs)
         counters, cache, out, part, stat = refs
@@ -386,41 +400,39 @@ def _kernel_body(case: _Case):
             if block_size >= step_size:
                 at = lax.rem(step * step_size, block_size)
                 inside = pl.ds(pl.multiple_of(at, step_size), step_size)
-                for half, buffer in enumerate(arriving):
-                    plgpu.copy_gmem_to_smem(
-                        cache.at[half, blocks[0], head, inside], buffer.at[slot], kv_full.at[slot]
-                    )
+                for half, (buffer, full) in enumerate(arriving):
+                    ours = cache.at[half, blocks[0], head, inside]
+                    plgpu.copy_gmem_to_smem(ours, buffer.at[slot], full.at[slot])
                     if case.scaled:
                         ours = scales.at[blocks[0], half, head, inside]
-                        plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half], kv_full.at[slot])
+                        plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half], full.at[slot])
                 return
-            for i, block in enumerate(blocks):
-                target = pl.ds(i * block_size, block_size)
-                # Beyond the row's end nothing is read; what is left in the slot is masked and zeroed.
-                inside = step * step_size + i * block_size < length
+            for half, (buffer, full) in enumerate(arriving):
+                for i, block in enumerate(blocks):
+                    target = pl.ds(i * block_size, block_size)
+                    # Beyond the row's end nothing is read; what is left in the slot is masked and zeroed.
+                    inside = step * step_size + i * block_size < length
 
-                @pl.when(inside)
-                def _copy(block=block, target=target):
-                    for half, buffer in enumerate(arriving):
-                        plgpu.copy_gmem_to_smem(
-                            cache.at[half, block, head], buffer.at[slot, target], kv_full.at[slot]
-                        )
+                    @pl.when(inside)
+                    def _copy(half=half, buffer=buffer, full=full, block=block, target=target):
+                        ours = cache.at[half, block, head]
+                        plgpu.copy_gmem_to_smem(ours, buffer.at[slot, target], full.at[slot])
                         if case.scaled:
                             ours = scales.at[block, half, head]
-                            plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half, target], kv_full.at[slot])
+                            plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half, target], full.at[slot])
 
-                @pl.when(jnp.logical_not(inside))
-                def _skip():
-                    for _ in range(4 if case.scaled else 2):
-                        plgpu.barrier_arrive(kv_full.at[slot])
+                    @pl.when(jnp.logical_not(inside))
+                    def _skip(full=full):
+                        for _ in range(2 if case.scaled else 1):
+                            plgpu.barrier_arrive(full.at[slot])
 
-        def prefetch(ahead, slot, blocks=None):
+        def prefetch(ahead, slot):
             """Start loading the step that ``ahead`` points at, if any, and advance it.
 
             Its block ids were read a step ago; those of the next one are read now, so that nobody waits for them.
             """
             row, step, length, last, left, ids = ahead
-            pl.when(left > 0)(lambda: load_tile(ids if blocks is None else blocks, step, length, slot))
+            pl.when(left > 0)(lambda: load_tile(ids, step, length, slot))
             ends = step + 1 == last
             row = jnp.minimum(row + ends.astype(jnp.int32), num_rows - 1)
             first = 0 if window is None else rows[row, 1]
@@ -458,57 +470,57 @@ def _kernel_body(case: _Case):
                     target[0, :, part_of_head] = widened(value, scale)
             plgpu.commit_smem()
 
-        def patch(slot, target, step, piece, last, length):
-            """Put the new token into the loaded tile, zero its masked values, and write the token to the cache."""
-            side = lax.rem(piece, 2)
-            is_last = step == last - 1
+        def patch(half, slot, step, length, is_last, side, target):
+            """Put the new token into the loaded keys or values, and zero masked values, 8 tokens at a time."""
+            buffer, layout, begin = (k_s, v_s)[half], copy_layout(8, head_size), step * step_size
+            shape = (8, head_size)
+
+            def eight(number):
+                return buffer.at[slot, pl.ds(pl.multiple_of(number * 8, 8), 8)]
+
+            def zero(number, _):
+                zeros = jnp.zeros(shape, buffer.dtype)
+                store(eight(number), plgpu.layout_cast(zeros, layout))
+
+            def mend(number, with_new):
+                value = plgpu.load(eight(number), layout=layout, optimized=False)
+                at = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + (begin + number * 8)
+                if half == 1:
+                    seen = at < length
+                    if window is not None:
+                        seen &= at >= length - window
+                    value = jnp.where(seen, value, jnp.zeros_like(value))
+                if with_new:
+                    new = plgpu.load(new_s.at[side, half], layout=layout.reduce(0), optimized=False)
+                    if case.widens:
+                        scale = None
+                        if case.scaled:
+                            place = jnp.clip(target, 0, cache.shape[1] * block_size - 1)
+                            scale = scales[lax.div(place, block_size), half, head, lax.rem(place, block_size)]
+                        new = widened(new, scale)
+                    value = jnp.where(at == length - 1, lax.broadcast_in_dim(new, shape, [1]), value)
+                store(eight(number), value)
 
             @pl.when(is_last)
-            def _wait():
-                plgpu.barrier_wait(new_full.at[side])
+            def _end():
+                if half == 0:
+                    plgpu.barrier_wait(new_full.at[side])
+                newest = lax.div(length - 1 - begin, 8)
+                mend(newest, True)
+                if half == 1:
+                    lax.fori_loop(newest + 1, step_size // 8, zero, None)
 
-            def put(with_new):
-                for begin in range(0, step_size, 64):  # in parts, to hold fewer registers
-                    put_keys(begin, with_new)
-
-            def put_keys(begin_key, with_new):
-                keys = pl.ds(begin_key, 64)
-                at = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA)
-                at = at + step * step_size + begin_key
-                is_new = at == length - 1
-                seen = at < length
-                if window is not None:
-                    seen = seen & (at >= length - window)
-                if case.scaled and with_new:
-                    place = jnp.clip(target, 0, cache.shape[1] * block_size - 1)
-                    block, offset = lax.div(place, block_size), lax.rem(place, block_size)
-                    new_scales = [scales[block, half, head, offset] for half in range(2)]
-                for begin in range(0, head_size, 64):
-                    part_of_head = pl.ds(begin, 64)
-                    for i, buffer in enumerate((k_s, v_s)):
-                        if buffer is k_s and not with_new:
-                            continue
-                        tile_ref = buffer.at[slot, keys, part_of_head]
-                        value = plgpu.load(tile_ref, layout=plgpu.Layout.WGMMA)
-                        if buffer is v_s:
-                            value = jnp.where(seen, value, jnp.zeros_like(value))
-                        if with_new:
-                            new = new_s.at[side, i, part_of_head]
-                            new = plgpu.load(new, layout=column_layout, optimized=False)
-                            if case.widens:
-                                new = widened(new, new_scales[i] if case.scaled else None)
-                            value = jnp.where(is_new, lax.broadcast_in_dim(new, at.shape, [1]), value)
-                        tile_ref[...] = value
-                        barrier()  # nothing reads this; it keeps the parts' registers apart
-
-            if window is None:  # then only last steps are patched
-                put(True)
-            else:
-                pl.when(is_last)(lambda: put(True))
-                pl.when(jnp.logical_not(is_last))(lambda: put(False))
+            if window is not None and half == 1:
+                plgpu.commit_smem()  # both ends of a window may be in the same eight
+                oldest = jnp.maximum(length - window - begin, 0)
+                lax.fori_loop(0, lax.div(oldest, 8), zero, None)
+                pl.when(oldest > 0)(lambda: mend(jnp.minimum(lax.div(oldest, 8), step_size // 8 - 1), False))
             plgpu.commit_smem()
 
-            @pl.when(is_last & (target >= 0) & (target < cache.shape[1] * block_size))
+        def write_new(side, target):
+            """Write the new token to its slot."""
+
+            @pl.when((target >= 0) & (target < cache.shape[1] * block_size))
             def _write():
                 block, offset = lax.div(target, block_size), lax.rem(target, block_size)
                 plgpu.copy_smem_to_gmem(new_s.at[side, 0], cache.at[0, block, head, offset])
@@ -525,11 +537,12 @@ def _kernel_body(case: _Case):
         def store_state(slot, state):
             save_partial(part.at[slot], stat.at[slot], state, group, compiled=case.atomic)
 
-        def load_state(slot):
+        def load_state(slot, exists):
             shape = (head_size, columns)
             return load_partial(
-                part.at[slot], stat.at[slot], shape, group, halves=case.merges_halves, compiled=case.atomic
-            )
+                part.at[slot], stat.at[slot], shape, group, exists, halves=case.merges_halves,
+                compiled=case.atomic,
+            )  # fmt: skip
 
         def merge(folded, final):
             """Fold the states in the slots from ``folded`` to ``final``, in order."""
@@ -537,7 +550,7 @@ def _kernel_body(case: _Case):
 
             def several(turn, state):
                 at = folded + turn * width
-                loaded = [load_state(jnp.minimum(at + i, final)) for i in range(width)]
+                loaded = [load_state(jnp.minimum(at + i, final), at + i <= final) for i in range(width)]
                 for i, (top, total, acc) in enumerate(loaded):
                     # Past the end the weights become zero.
                     state = fold(state, (top + jnp.where(at + i <= final, 0.0, -jnp.inf), total, acc))
@@ -605,15 +618,16 @@ def _kernel_body(case: _Case):
                 done, ahead, (top, total, acc) = carry
                 # Of one stage, a zero that the compiler does not know: it would keep a register for every address.
                 slot = lax.rem(done, stages) if stages > 1 else jnp.minimum(done, 0)
-                plgpu.barrier_wait(kv_full.at[slot])
+                plgpu.barrier_wait(k_full.at[slot])
+                arrived = slot
+                if case.widens or not config.separate:
+                    plgpu.barrier_wait(v_full.at[slot])
                 if case.widens:
                     widen(slot)
                     ahead = prefetch(ahead, slot)
                     slot = 0
-                needs_patch = at == last - 1
-                if window is not None:
-                    needs_patch |= at == first
-                pl.when(needs_patch)(lambda: patch(slot, target, at, piece, last, length))
+                is_last = at == last - 1
+                pl.when(is_last)(lambda: patch(0, slot, at, length, is_last, side, target))
 
                 def scores(acc_ref):
                     plgpu.wgmma(acc_ref, k_s.at[slot], queries.T)
@@ -635,6 +649,11 @@ def _kernel_body(case: _Case):
                 shrink = jnp.exp2(top - new_top)
                 p = jnp.exp2(s - over_rows(new_top, step_size))
                 p_s.T[...] = p.astype(p_s.dtype)
+                if config.separate and not case.widens:
+                    plgpu.barrier_wait(v_full.at[arrived])
+                needs_patch = is_last if window is None else is_last | (at == first)
+                pl.when(needs_patch)(lambda: patch(1, slot, at, length, is_last, side, target))
+                pl.when(is_last)(lambda: write_new(side, target))
                 plgpu.commit_smem()
 
                 def values(acc_ref):
@@ -688,14 +707,24 @@ def _kernel_body(case: _Case):
         row, step, left = (stretches[me, column] for column in (Stretch.ROW, Stretch.STEP, Stretch.COUNT))
         info = tuple(stretches[me, Stretch.FIRST_ROW + i] for i in range(4))
         zero = jnp.int32(0)
-        has_blocks = stretches.shape[1] > Stretch.BLOCKS
-        ids = (zero,) * per_step if has_blocks else block_ids(row, step)
-        ahead = row, step, info[0], info[2], left, ids
-        pl.when(left > 0)(lambda: load_queries(row, 0, left >= info[2] - step))
-        for slot in range(stages):
-            column = Stretch.BLOCKS + slot * per_step
-            early = tuple(stretches[me, column + i] for i in range(per_step)) if has_blocks else None
-            ahead = prefetch(ahead, slot, early)
+        load_first = functools.partial(load_queries, row, 0, left >= info[2] - step)
+        if stretches.shape[1] > Stretch.EARLY:
+            # All of it is read before anything that the compiler may not move it past: one round trip to memory.
+            width = 4 + per_step
+            early = [
+                [stretches[me, Stretch.EARLY + n * width + i] for i in range(width)]
+                for n in range(stages + 1)
+            ]
+            pl.when(left > 0)(load_first)
+            for slot, (_, at, length, _, *ids) in enumerate(early[:stages]):
+                load_early = functools.partial(load_tile, ids, at, length, slot)
+                pl.when(left > slot)(load_early)
+            ahead = (*early[stages][:4], left - stages, tuple(early[stages][4:]))
+        else:
+            ahead = row, step, info[0], info[2], left, block_ids(row, step)
+            pl.when(left > 0)(load_first)
+            for slot in range(stages):
+                ahead = prefetch(ahead, slot)
         lax.while_loop(lambda carry: carry[2] > 0, one_piece, (row, step, left, zero, zero, ahead, info))
         if case.writes_all_rows:
             fill_other_rows(stretches[me, Stretch.DECODE_ROWS], stretches[me, Stretch.LIVE_ROWS])

@@ -61,11 +61,13 @@ def save_partial(acc_ref: Any, stat_ref: Any, state: State, columns_used: int, *
 
 
 def load_partial(
-    acc_ref: Any, stat_ref: Any, shape: tuple[int, int], columns_used: int, *, halves: bool, compiled: bool
-) -> State:
+    acc_ref: Any, stat_ref: Any, shape: tuple[int, int], columns_used: int, exists: jax.Array, *, halves: bool,
+    compiled: bool,
+) -> State:  # fmt: skip
     """What ``save_partial`` left in this shape; anything in columns that do not matter.
 
     Args:
+        exists: whether it is wanted; something finite, without a load, if not.
         halves: load it in halves: [M / 2, 8], M a multiple of 128, of at most 4 columns that matter.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -85,20 +87,22 @@ def load_partial(
     acc_type = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(stat_type, stat_type, acc_type)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=(stat_type, stat_type, acc_type),
     )
-    def load(ctx: Any, acc_ref: Any, stat_ref: Any) -> Any:
+    def load(ctx: Any, acc_ref: Any, stat_ref: Any, exists: Any) -> Any:
         del ctx
+        flag = exists.registers.item()
         lane = _Lane(shape[1], columns_used, halves)
         tops, totals, values = [], [], []
         for i in range(num_fours):
-            values += _load_four(acc_ref, lane.place(i, num_fours))
+            values += _load_four(acc_ref, lane.place(i, num_fours), flag)
         for i in range(shape[1] // 8):
-            four = _load_four(stat_ref, lane.stat_place(i))
+            four = _load_four(stat_ref, lane.stat_place(i), flag)
             tops, totals = tops + four[:2], totals + four[2:]
         return tuple(_array(x, t) for x, t in ((tops, stat_type), (totals, stat_type), (values, acc_type)))
 
-    return load(acc_ref, stat_ref)
+    return load(acc_ref, stat_ref, exists.astype(jnp.int32))
 
 
 def store_columns(out_ref: Any, value: jax.Array, *, halves: bool = False, compiled: bool) -> None:
@@ -249,14 +253,16 @@ def _store_four(ref: Any, place: Any, four: list[Any], predicate: Any) -> None:
     )  # fmt: skip
 
 
-def _load_four(ref: Any, place: Any) -> list[Any]:
-    """16 bytes past the first-level cache, which does not see what other multiprocessors store."""
+def _load_four(ref: Any, place: Any, flag: Any) -> list[Any]:
+    """16 bytes past the first-level cache, which does not see what other multiprocessors store; or zeros."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
     f32 = ir.F32Type.get()
     four = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * 4), [_address(ref, place)],
-        "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", has_side_effects=True,
+        llvm.StructType.get_literal([f32] * 4), [_address(ref, place), flag],
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
+        "mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000; @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+        "=f,=f,=f,=f,l,r", has_side_effects=True,
     )  # fmt: skip
     return [llvm.extractvalue(f32, four, [i]) for i in range(4)]

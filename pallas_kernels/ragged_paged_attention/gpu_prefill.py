@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -103,10 +103,12 @@ class PrefillPlan:
             in the tile, position of the first token (negative where the tile begins before its row), first step, end
             of the steps that need no mask, end of the steps.
         counts: [4] int32: live tiles, live tokens, T, 0.
+        config: by which they were cut.
     """
 
     tiles: jax.Array
     counts: jax.Array
+    config: PrefillConfig = field(metadata=dict(static=True))
 
 
 def plan_prefill(
@@ -157,7 +159,8 @@ def plan_prefill(
     )
     order = jnp.argsort(jnp.where(live, begin_step - end_step, 1), stable=True)
     counts = jnp.stack([ends[-1], starts[live_rows], jnp.int32(num_tokens), jnp.int32(0)])
-    return PrefillPlan(tiles=jnp.stack(fields, -1)[order].astype(jnp.int32), counts=counts.astype(jnp.int32))
+    tiles = jnp.stack(fields, -1)[order].astype(jnp.int32)
+    return PrefillPlan(tiles=tiles, counts=counts.astype(jnp.int32), config=config)
 
 
 def prefill_attention(
@@ -170,7 +173,6 @@ def prefill_attention(
     out: Any,
     *,
     num_sms: int,
-    config: PrefillConfig,
     scales: jax.Array | None = None,
     interpret: Any = None,
 ) -> None:
@@ -187,6 +189,7 @@ def prefill_attention(
     """  # fmt: skip
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    config = plan.config
     num_heads, head_size = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     group = num_heads // num_kv_heads

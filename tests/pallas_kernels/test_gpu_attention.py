@@ -24,16 +24,18 @@ pytestmark = pytest.mark.device
 SMALL = DecodeConfig(ctas_per_sm=2, min_chunk=1, max_chunks=4)
 """Short chunks, so that short rows are cut and merged too."""
 
-
-def backend(num_sms: int = 2) -> GpuBackend:
-    return GpuBackend(num_sms=num_sms, decode=SMALL, interpret=strict())
+LONG_STEPS = replace(SMALL, step=128, stages=3)
 
 
-def attend(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, layers=1, num_sms=2):
+def backend(num_sms: int = 2, config: DecodeConfig = SMALL) -> GpuBackend:
+    return GpuBackend(num_sms=num_sms, decode=config, interpret=strict())
+
+
+def attend(batch: RaggedBatch, options: AttentionOptions, sinks=None, *, layers=1, num_sms=2, config=SMALL):
     """(result, cache) of the backend, and of the oracle; the cache in the oracle's shape."""
     values = values_of(batch.kv_cache)
     head_size, kv_heads, block_size = batch.q.shape[2], batch.k.shape[1], values.shape[3]
-    ours = backend(num_sms)
+    ours = backend(num_sms, config)
     shape = ours.kv_cache_shape(values.shape[1], block_size, kv_heads, head_size)
     padded = jnp.pad(values, [(0, 0)] * 4 + [(0, shape[4] - head_size)])
     cache = with_values(batch.kv_cache, padded)
@@ -83,6 +85,11 @@ DECODE = {
     "long among short": (dict(rows=[7, 700, 3]), {}),
     "no rows": (dict(rows=[]), {}),
     "one query head a KV head": (dict(rows=[70, 200], heads=2, kv_heads=2), {}),
+    "long steps, edges": (dict(rows=[1, 63, 64, 65, 127, 128, 129], kv_heads=1, config=LONG_STEPS), {}),
+    "long steps, block of 256, window": (
+        dict(rows=[70, 500], block_size=256, config=LONG_STEPS),
+        dict(sliding_window=100),
+    ),
     "group of 3": (dict(rows=[70, 200], heads=3, kv_heads=1), {}),
     "group of 16": (dict(rows=[70, 200], heads=16, kv_heads=1), {}),
     "head of 80": (dict(rows=[70, 200], head_size=80), {}),
@@ -109,8 +116,10 @@ DECODE = {
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name, capsys):
     batch, options = DECODE[name]
-    batch = decode_batch(**{"heads": 4, "kv_heads": 2, "head_size": 64, "seed": len(name), **batch})
-    check(batch, AttentionOptions(scale=0.2, **options), capsys=capsys, layers=2 if name == "edges" else 1)
+    batch = {"heads": 4, "kv_heads": 2, "head_size": 64, "seed": len(name), "config": SMALL, **batch}
+    config = batch.pop("config")
+    batch, layers = decode_batch(**batch), 2 if name == "edges" else 1
+    check(batch, AttentionOptions(scale=0.2, **options), capsys=capsys, layers=layers, config=config)
 
 
 MIXED = {

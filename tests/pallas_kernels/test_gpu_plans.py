@@ -30,10 +30,10 @@ def metadata_of(rows, num_rows=16, num_tokens=16):
     kv_heads=st.sampled_from([1, 2, 8]),
     num_sms=st.sampled_from([1, 7, 16]),
     window=st.sampled_from([None, 1, 100, 1000]),
-    chunks=st.sampled_from([(1, 4), (4, 32)]),
+    sizes=st.sampled_from([(64, 1, 4), (128, 2, 32)]),
 )
-def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, chunks):
-    config = DecodeConfig(ctas_per_sm=2, min_chunk=chunks[0], max_chunks=chunks[1])
+def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, sizes):
+    config = DecodeConfig(step=sizes[0], ctas_per_sm=2, min_chunk=sizes[1], max_chunks=sizes[2])
     metadata = metadata_of([(n, 1) for n in lengths])
     plan = plan_decode(
         metadata, num_kv_heads=kv_heads, block_size=BLOCK, sliding_window=window, num_sms=num_sms, config=config
@@ -69,10 +69,12 @@ def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, chunks):
         owner |= {row: index for row, step in own if step == rows[row, 1]}
         assert stretch[Stretch.BEGINS_IN] == owner[first_row]
         tables = np.asarray(metadata.block_tables)
-        for slot, (row, step) in enumerate(own[: config.stages]):
-            at = np.minimum(step * 4 + np.arange(4), tables.shape[1] - 1)
-            ids = stretch[Stretch.BLOCKS + slot * 4 : Stretch.BLOCKS + slot * 4 + 4]
-            np.testing.assert_array_equal(ids, tables[row, at])
+        per_step = config.step // BLOCK
+        early = stretch[Stretch.EARLY :].reshape(config.stages + 1, 4 + per_step)
+        for found, (row, step) in zip(early, own):
+            at = np.minimum(step * per_step + np.arange(per_step), tables.shape[1] - 1)
+            place = [row, step, rows[row, 0], rows[row, 2]]
+            np.testing.assert_array_equal(found, [*place, *tables[row, at]])
     assert walked == expected
     chunks_in_all = sum(-(-(stop - start) // chunk) for _, start, stop, chunk in rows)
     sharing = max(min(len(stretches), chunks_in_all), min(len(stretches), max(num_sms // kv_heads, 1)))
@@ -153,4 +155,4 @@ def test_plans_are_int32():
         metadata, num_kv_heads=2, block_size=None, sliding_window=None, num_sms=4, config=DecodeConfig()
     )  # fmt: skip
     assert {x.dtype for x in (plan.rows, plan.stretches, plan.counters)} == {jnp.dtype(jnp.int32)}
-    assert plan.stretches.shape[1] == Stretch.BLOCKS
+    assert plan.stretches.shape[1] == Stretch.EARLY
