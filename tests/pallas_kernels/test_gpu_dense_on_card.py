@@ -19,25 +19,31 @@ def is_hopper() -> bool:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")]
 
 SHAPES = {
-    "handed over": (6144, 1024),
+    "handed over": (18432, 1024),
     "chunks": (1024, 2048),
-    "chunks handed over": (6144, 4096),
+    "chunks handed over": (2560, 4096),
+    "a worker for each tile": (6144, 4096),
     "an odd block": (192, 320),
 }
+NUM_SMS = {"chunks handed over": 60}
 KINDS: dict[str, list[dict[str, Any]]] = {
     "handed over": [{}, {"gated": True}],
     "chunks": [{"residual": True}],
     "chunks handed over": [{"residual": True}, {"out_dtype": jnp.float32}],
+    "a worker for each tile": [{}, {"residual": True}],
     "an odd block": [{}, {"residual": True}],
 }
 ROWS = (1, 5, 8, 24, 100, 256, 700)
 
 
-def multiply(x: jax.Array, weight: jax.Array, residual: jax.Array, kind: dict[str, Any], config: Any) -> Any:
+def multiply(
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, kind: dict[str, Any], config: Any,
+    num_sms: int | None = None,
+) -> Any:  # fmt: skip
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
     kind = {**kind, "residual": residual if "residual" in kind else None}
-    return GpuDenseMatmul(always=True, config=config)(x, weight, **kind)
+    return GpuDenseMatmul(num_sms, always=True, config=config)(x, weight, **kind)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -52,7 +58,7 @@ def test_equals_the_oracle_and_itself(name: str) -> None:
         first = None
         for rows in ROWS:
             added = residual[:rows] if "residual" in kind else None
-            run = jax.jit(lambda x, w, r, kind=kind: multiply(x, w, r, kind, None))
+            run = jax.jit(lambda x, w, r, kind=kind: multiply(x, w, r, kind, None, NUM_SMS.get(name)))
             found = [np.asarray(run(x[:rows], weight, added)) for _ in range(3)]
             expected = dense_matmul(x[:rows], weight, residual=added, gated="gated" in kind)
             np.testing.assert_allclose(found[0].astype(np.float32), expected, rtol=0.02, atol=0.03)
@@ -72,7 +78,7 @@ def test_no_configuration_changes_a_bit(name: str) -> None:
     weight = jnp.asarray(rng.standard_normal((outputs, inner)), jnp.bfloat16)
     settings = [
         Config(64), Config(8, step=128), Config(64, cluster=2), Config(128, cluster=4), Config(256),
-        Config(16, stages=7, cluster=2),
+        Config(16, stages=7, cluster=2), Config(64, consumers=1), Config(256, consumers=1, cluster=2),
     ]  # fmt: skip
     found = [
         np.asarray(
