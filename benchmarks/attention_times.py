@@ -336,6 +336,51 @@ def best_of(context, emit, record, path: str, runs: Iterator[tuple[Any, int]], w
         emit(**min(best, key=lambda row: row["layer_us"]) if best else errors[-1])
 
 
+# --- as a table ------------------------------------------------------------------------------------------------
+
+COLUMNS = ("ours", "jax deprecated", "gather", "cudnn dense")
+
+
+def markdown(records: Sequence[dict[str, Any]]) -> str:
+    """The rows of ``decode``, ``prefill`` and ``mixed`` as tables for RESULTS.md: a shape a line, a path a column.
+
+    Ours is kernel and layer in us and the kernel's rate; a peer its layer and how many times ours it takes.
+    """
+    lines = []
+    for section in ("decode", "prefill"):
+        rows: dict[str, dict[str, dict[str, Any]]] = {}
+        for each in records:
+            if each["section"] == section and "path" in each:
+                rows.setdefault(each["name"], {})[each["path"]] = each
+        paths = [path for path in COLUMNS if any(path in row for row in rows.values())]
+        if not rows:
+            continue
+        lines += ["", f"| {section} | target | " + " | ".join(paths) + " |", "|---" * (len(paths) + 2) + "|"]
+        for name, row in rows.items():
+            ours = row.get("ours", {})
+            cells = [markdown_cell(row.get(path), ours) for path in paths]
+            lines.append(
+                f"| {name.removeprefix(section + ' ')} | {ours.get('target', '')} | {' | '.join(cells)} |"
+            )
+    steps = [each for each in records if each["section"] == "mixed" and "layer_us" in each]
+    if steps:
+        lines += ["", "| step | kernels, us | layer, us | over the sum of its parts |", "|---|---|---|---|"]
+        lines += [f"| {r['name']} | {r['path']} | {r['layer_us']:.1f} | {r['target']} |" for r in steps]
+    return "\n".join(lines)
+
+
+def markdown_cell(record: dict[str, Any] | None, ours: dict[str, Any]) -> str:
+    if record is None:
+        return ""
+    if "error" in record:
+        return record["error"].split(":")[0]
+    if record is ours:
+        rate = f"{record['rate']:.{2 if record['unit'] == 'TB/s' else 0}f} {record['unit']}"
+        return f"{record['kernel_us']:.1f} / {record['layer_us']:.1f}, {rate}"
+    ratio = f", {record['layer_us'] / ours['layer_us']:.2f} x" if "layer_us" in ours else ""
+    return f"{record['layer_us']:.1f}{ratio}"
+
+
 # --- peers -----------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ IN_TURN = ("ceilings", *ATTENTION_TIMED, *DENSE_TIMED)
 TOGETHER = ("check", "invariance", *IN_TURN)
 
 SHARDS = {
-    "check": 8, "decode": 2, "prefill": 2, "sweep": 6, "prefill_sweep": 3, "dense": 5, "dense_layers": 3,
+    "check": 12, "decode": 4, "prefill": 3, "sweep": 6, "prefill_sweep": 2, "dense": 5, "dense_layers": 3,
     "dense_sweep": 4, "dense_bits": 4,
 }  # fmt: skip
 """Sections that mostly compile, and so run as several processes at a time."""
@@ -111,6 +111,8 @@ def main() -> int:
         records += run_sections(sections, args)
         print(f"# {' '.join(sections)}: {time.time() - began:.0f} s", flush=True)
     report(records)
+    if table := attention_times.markdown(records):
+        print(table)
     if args.json:
         args.json.write_text(json.dumps(records, indent=1))
     return 1 if any(r["name"] == "FAILED" or r.get("wrong") for r in records) else 0

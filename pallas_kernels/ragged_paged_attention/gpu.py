@@ -111,7 +111,9 @@ def _tuning() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(file.read_text())
 
 
-def _tuned(kernel: str, head_size: int, columns: int | None = None, *, narrow: bool = False) -> dict[str, int]:
+def _tuned(
+    kernel: str, head_size: int, columns: int | None = None, *, narrow: bool = False
+) -> dict[str, int]:
     """The table's most particular entry for a head size, a number of columns, and caches of one byte an element."""
     size = stored_head_size(head_size)
     keys = [f"{size}/narrow"] * narrow + [f"{size}/{columns}", str(size)]
