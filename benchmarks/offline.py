@@ -150,6 +150,10 @@ class StepLog:
     def clear(self) -> None:
         self._seen.clear()
 
+    def full_decodes(self, rows: int) -> list[float]:
+        """Seconds of each step that decoded so many rows, in a program for just so many."""
+        return [seconds for seconds, padding, _ in self._seen.get(("decode", rows), []) if not padding]
+
     def report(self) -> None:
         """Print what was noted since ``clear``."""
         if not self._seen:

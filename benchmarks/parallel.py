@@ -1,15 +1,16 @@
 """Tensor, expert and data parallelism on the GPUs of one host: the same tokens as one GPU's, and how much faster.
 
-    python benchmarks/parallel.py                             # every case, on two GPUs: about nine minutes
+    python benchmarks/parallel.py                             # every case, on two H200s: about five minutes
     python benchmarks/parallel.py --cases tokens decode --devices 4
     python benchmarks/parallel.py --cases tokens --model tiny/ --moe-model tiny-moe/ --prompt 16 --tokens 8   # on a CPU
 
-Weights are random (``--load-format dummy``), the same whatever the mesh. Every engine has a process of its own; those
-that need one GPU run side by side.
+Weights are random (``--load-format dummy``), the same whatever the mesh. Every engine has a process of its own. Those
+of a round start side by side, each with its share of the GPUs' memory, and then take turns: only one does anything.
 
     tokens    float32: greedy tokens of N devices equal one device's. bfloat16: log probabilities of the 20 likeliest
               first tokens, as far apart as stated. Dense (tp), experts (tp with expert parallelism), and data parallel
-    decode    ms a step at 1, 32 and 256 rows and of prefill, 16 x 2,048, on 1 and N devices
+    decode    ms a step at 1, 32 and 256 rows and of prefill, 16 x 2,048, on 1 and N devices; of decode the median of
+              the steps in which all rows ran
     moe       the same for experts at 256 rows
     large     a 70B shape on N devices beside its bandwidth floor
 """
@@ -19,11 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CASES = ("tokens", "decode", "moe", "large")
-SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+GIB = 1 << 30
+SMALL = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": GIB,
+}
 """An engine for the comparison of tokens: few programs, so that it starts soon."""
 TOP = 20
+OUTPUT = 129
+"""Tokens that every timed request gets."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +56,20 @@ class Run:
         name: in tables.
         model: a folder with a config.json.
         arguments: of ``LLM``.
+        share: of the devices' memory, of an H200's 140 GiB; it shares them with the others of its round.
+        device: the one it runs on, if it needs but one.
         rows, prefill: timed cases; neither: tokens are compared.
+        prompt: tokens of a decoding row's prompt.
     """
 
     name: str
     model: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    share: float = 0.9
+    device: int = 0
     rows: tuple[int, ...] = ()
     prefill: tuple[tuple[int, int], ...] = ()
+    prompt: int = 1024
 
     @property
     def devices(self) -> int:
@@ -70,11 +86,11 @@ def main() -> int:
     parser.add_argument("--moe-model", default="qwen3-30b-a3b", help="with experts")
     parser.add_argument("--large-model", default="llama-70b")
     parser.add_argument(
-        "--moe-layers", type=int, default=24, help="of the float32 comparison, to fit one GPU"
+        "--moe-layers", type=int, default=12, help="of the float32 comparison, to fit one GPU"
     )
     parser.add_argument("--prompt", type=int, default=200, help="longest prompt of the comparison")
     parser.add_argument("--tokens", type=int, default=64, help="greedy tokens compared")
-    parser.add_argument("--limit", type=int, default=240, help="seconds for one engine")
+    parser.add_argument("--limit", type=int, default=200, help="seconds for one engine to start, or to run")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -84,96 +100,151 @@ def main() -> int:
     results: dict[str, Any] = {}
     failed = False
     for case in options.cases:
-        began = time.monotonic()
-        results |= run_all(plan(case, options), options)
-        failed |= not REPORTS[case](results, options)
+        began, found = time.monotonic(), {}
+        for runs in plan(case, options):
+            found |= run_round(runs, options)
+        results |= found
+        failed |= not REPORTS[case](found, options)
         print(f"# {case}: {time.monotonic() - began:.0f} s", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
     return int(failed)
 
 
-def plan(case: str, options: argparse.Namespace) -> list[Run]:
-    """The engines of a case, those of one device first."""
+def plan(case: str, options: argparse.Namespace) -> list[list[Run]]:
+    """The rounds of a case, of engines that fit the devices together."""
     n = options.devices
     tensor, experts = {"tensor_parallel_size": n}, {"tensor_parallel_size": n, "enable_expert_parallel": True}
     if case == "tokens":
         exact, rounded = {**SMALL, "dtype": "float32"}, {**SMALL, "dtype": "bfloat16"}
         few = {"hf_overrides": {"num_hidden_layers": options.moe_layers}}
         dense, moe = options.model, options.moe_model
+        ranks = {"data_parallel_size": n}
         return [
-            Run("dense float32 1", dense, exact), Run("moe float32 1", moe, {**exact, **few}),
-            Run("dense bfloat16 1", dense, rounded), Run("moe bfloat16 1", moe, rounded),
-            Run("dense float32 tp", dense, {**exact, **tensor}), Run("dense bfloat16 tp", dense, {**rounded, **tensor}),
-            Run("dense float32 dp", dense, {**exact, "data_parallel_size": n}),
-            Run("moe float32 ep", moe, {**exact, **few, **experts}),
-            Run("moe bfloat16 ep", moe, {**rounded, **experts}),
-            Run("moe float32 dp ep", moe, {**exact, **few, "data_parallel_size": n, "enable_expert_parallel": True}),
+            [
+                Run("dense float32 1", dense, exact, 0.3), Run("moe float32 1", moe, {**exact, **few}, 0.35),
+                Run("dense bfloat16 1", dense, rounded, 0.2, n - 1), Run("moe bfloat16 1", moe, rounded, 0.5, n - 1),
+            ],
+            [
+                Run("dense float32 tp", dense, {**exact, **tensor}, 0.2),
+                Run("dense bfloat16 tp", dense, {**rounded, **tensor}, 0.14),
+                Run("dense float32 dp", dense, {**exact, **ranks}, 0.32),
+            ],
+            [
+                Run("moe float32 ep", moe, {**exact, **few, **experts}, 0.24),
+                Run("moe bfloat16 ep", moe, {**rounded, **experts}, 0.3),
+                Run("moe float32 dp ep", moe, {**exact, **few, **ranks, "enable_expert_parallel": True}, 0.3),
+            ],
         ]  # fmt: skip
     if case == "decode":
-        timed: dict[str, Any] = {"rows": (1, 32, 256), "prefill": ((16, 2048),)}
-        return [Run("dense 1", options.model, {}, **timed), Run("dense tp", options.model, tensor, **timed)]
+        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "max_model_len": 2304}
+        one = Run("dense 1", options.model, cached(sizes, 40), 0.5, rows=(1, 32, 256), prefill=((16, 2048),))
+        many = replace(one, name="dense tp", arguments=cached({**sizes, **tensor}, 40 / n), share=0.35)
+        return [[one, many]]
     if case == "moe":
+        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 2304}
+        one = Run("moe 1", options.moe_model, cached(sizes, 18), 0.6, rows=(256,), prompt=512)
         return [
-            Run("moe 1", options.moe_model, {}, rows=(256,)),
-            Run("moe ep", options.moe_model, experts, rows=(256,)),
+            [one, replace(one, name="moe ep", arguments=cached({**sizes, **experts}, 18 / n), share=0.34)]
         ]
-    return [Run("large tp", options.large_model, {**tensor, "max_num_seqs": 64}, rows=(1, 64))]
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2304}
+    return [[Run("large tp", options.large_model, cached({**tensor, **sizes}, 26 / n), 0.9, rows=(1, 64))]]
 
 
-def run_all(runs: list[Run], options: argparse.Namespace) -> dict[str, Any]:
+def cached(arguments: dict[str, Any], gib: float) -> dict[str, Any]:
+    """With a cache of that size on each device: then temporaries are no part of a start."""
+    return {**arguments, "kv_cache_memory_bytes": int(gib * GIB)}
+
+
+def run_round(runs: list[Run], options: argparse.Namespace) -> dict[str, Any]:
     """Name -> what each engine's process reported, or ``{"error": ...}``."""
-    results: dict[str, Any] = {}
-    single = [run for run in runs if run.devices == 1]
-    for at in range(0, len(single), options.devices):
-        batch = single[at : at + options.devices]
-        started = [start(run, options, device) for device, run in enumerate(batch)]
-        results |= {run.name: finish(*each, options) for run, each in zip(batch, started, strict=True)}
-    for run in runs:
-        if run.devices > 1:
-            results[run.name] = finish(*start(run, options, None), options)
+    workers = [Worker(run, options) for run in runs]
+    try:
+        started = time.monotonic()
+        for worker in workers:
+            worker.wait_for("ready", started + options.limit)
+        waited = time.monotonic() - started
+        results = {worker.run.name: worker.finish(options) for worker in workers}
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
+    names = ", ".join(run.name for run in runs)
+    print(
+        f"# {names}: {waited:.0f} s to start, {time.monotonic() - started - waited:.0f} s to run", flush=True
+    )
     return results
 
 
-def start(run: Run, options: argparse.Namespace, device: int | None) -> tuple[subprocess.Popen[bytes], Any]:
-    """A worker, on one device or on all."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
-    flags = environment.get("XLA_FLAGS", "")
-    if "host_platform_device_count" not in flags:
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={max(1, run.devices)}"
-    command = [sys.executable, __file__, "--worker", json.dumps(vars(run)), "--prompt", str(options.prompt)]
-    out = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    process = subprocess.Popen(
-        [*command, "--tokens", str(options.tokens)], stdout=out, stderr=subprocess.STDOUT, env=environment
-    )
-    return process, out
+class Worker:
+    """An engine in a process of its own, on one device or on all: it starts, and runs when it is told."""
 
+    def __init__(self, run: Run, options: argparse.Namespace) -> None:
+        self.run = run
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if run.devices == 1:
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            known = run.device < len(visible) and visible != [""]
+            environment["CUDA_VISIBLE_DEVICES"] = visible[run.device] if known else str(run.device)
+        flags = environment.get("XLA_FLAGS", "")
+        if "host_platform_device_count" not in flags:
+            environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={run.devices}"
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            json.dumps(vars(run)),
+            "--prompt",
+            str(options.prompt),
+        ]
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, "--tokens", str(options.tokens)], stdin=subprocess.PIPE, stdout=self._out,
+            stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
 
-def finish(process: subprocess.Popen[bytes], out: Any, options: argparse.Namespace) -> dict[str, Any]:
-    try:
-        code = str(process.wait(options.limit))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        code = f"stopped after {options.limit} s"
-    out.seek(0)
-    lines = out.read().splitlines()
-    for line in lines:
-        if line.startswith('{"result"'):
-            return json.loads(line)["result"]
-    print("\n".join(lines[-6:]), flush=True)
-    return {"error": f"{code}: {lines[-1] if lines else 'no output'}"}
+    def wait_for(self, word: str, until: float) -> Any:
+        """What it printed under that word; None if it ended before, or did not by that time."""
+        while True:
+            ended = self.process.poll() is not None
+            for line in self._lines():
+                if line.startswith(f'{{"{word}"'):
+                    return json.loads(line)[word]
+            if ended or time.monotonic() > until:
+                return None
+            time.sleep(0.05)
+
+    def finish(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Let it run, if it is ready; what it found."""
+        result = None
+        if self.wait_for("ready", 0) is not None and self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.write(b"go\n")
+            self.process.stdin.flush()
+            result = self.wait_for("result", time.monotonic() + options.limit)
+        if result is not None:
+            return result
+        code, lines = self.process.poll(), self._lines()
+        print("\n".join(lines[-6:]), flush=True)
+        end = f"stopped after {options.limit} s" if code is None else f"exit {code}"
+        return {"error": f"{end}: {lines[-1] if lines else 'no output'}"}
+
+    def _lines(self) -> list[str]:
+        self._out.seek(0)
+        return self._out.read().splitlines()
 
 
 def work(run: Run, options: argparse.Namespace) -> None:
-    """In a process of its own: start the engine, do what ``run`` says, print it as JSON."""
+    """In a process of its own: start the engine, wait, do what ``run`` says, print it as JSON."""
     from offline import MODELS, Engine
 
     folder = MODELS / run.model if (MODELS / run.model).is_dir() else Path(run.model)
     config = json.loads((folder / "config.json").read_text())
-    engine = Engine("jaxserve", folder, {"max_model_len": 8192, **run.arguments})
+    arguments = {"gpu_memory_utilization": run.share, **run.arguments}
+    engine = Engine("jaxserve", folder, arguments, steps=bool(run.rows))
+    print(json.dumps({"ready": engine.startup}), flush=True)
+    if not sys.stdin.readline():
+        return  # the others failed
     rng = np.random.default_rng(0)
     result: dict[str, Any] = {"ready": engine.startup}
     if run.rows or run.prefill:
@@ -198,19 +269,18 @@ def compared(engine: Any, prompts: list[list[int]], options: argparse.Namespace)
 
 
 def timed(run: Run, engine: Any, config: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    from offline import OUTPUT, PROMPT
-
     def prompts(rows: int, tokens: int) -> list[list[int]]:
         return [rng.integers(8, config["vocab_size"], tokens).tolist() for _ in range(rows)]
 
     engine.run(prompts(2, 64), [8] * 2)
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
     for rows in run.rows:
-        first, whole = (engine.run(prompts(rows, PROMPT), [n] * rows) for n in (1, OUTPUT))
-        result["decode"][str(rows)] = 1e3 * (whole - first) / (OUTPUT - 1)
+        engine.steps.clear()
+        engine.run(prompts(rows, run.prompt), [OUTPUT] * rows)
+        result["decode"][str(rows)] = 1e3 * statistics.median(engine.steps.full_decodes(rows))
     for rows, tokens in run.prefill:
-        times = sorted(engine.run(prompts(rows, tokens), [1] * rows) for _ in range(3))
-        result["prefill"][f"{rows} x {tokens}"] = 1e3 * times[1]
+        times = [engine.run(prompts(rows, tokens), [1] * rows) for _ in range(3)]
+        result["prefill"][f"{rows} x {tokens}"] = 1e3 * statistics.median(times)
     return result
 
 
@@ -257,7 +327,7 @@ def report_times(results: dict[str, Any], options: argparse.Namespace) -> bool:
 
 
 def report_large(results: dict[str, Any], options: argparse.Namespace) -> bool:
-    from offline import MODELS, OUTPUT, PROMPT, Shape
+    from offline import MODELS, Shape
 
     found = results["large tp"]
     if "error" in found:
@@ -266,7 +336,7 @@ def report_large(results: dict[str, Any], options: argparse.Namespace) -> bool:
     folder = MODELS / options.large_model
     shape = Shape.of(json.loads((folder / "config.json").read_text()))
     for rows, ms in found["decode"].items():
-        floor = 1e3 * shape.decode_floor(int(rows), PROMPT + OUTPUT / 2) / options.devices
+        floor = 1e3 * shape.decode_floor(int(rows), 1024 + OUTPUT / 2) / options.devices
         print(
             f"large      decode {rows:10s} {ms:9.2f} ms on {options.devices}, floor {floor:.2f}: {ms / floor:.2f} x"
         )
