@@ -19,7 +19,7 @@ from jaxserve.layers.mla import LatentAttention, MLAConfig
 from jaxserve.layers.mlp import GatedMLP, check_ffn_size
 from jaxserve.layers.moe import MoE, MoEConfig
 from jaxserve.layers.norm import StackedNormWeights
-from jaxserve.layers.params import LayerContext, StreamNorm
+from jaxserve.layers.params import LayerContext, StackedWeight, StreamNorm
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.all_reduce.peers import current_peers, reaching
 from pallas_kernels.dense_matmul.dispatch import Ahead
@@ -95,7 +95,7 @@ class DecoderLayer(nnx.Module):
         self,
         hidden: jax.Array,
         normal: jax.Array,
-        norm_weights: tuple[jax.Array, jax.Array],
+        norm_weights: tuple[jax.Array | StackedWeight, jax.Array | StackedWeight],
         rope: RopeAngles,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
@@ -108,7 +108,7 @@ class DecoderLayer(nnx.Module):
         Args:
             hidden: the residual stream, [T, M]; where tokens are shared, this device's of them.
             normal: [T, M], its norms.
-            norm_weights: [M] each, of the norms before the feed-forward and after the layer.
+            norm_weights: [M] each or one of [L, M], of the norms before the feed-forward and after the layer.
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
             ahead: the next layer's first product.
 
@@ -215,8 +215,7 @@ class Decoder(nnx.Module):
         new_caches: list[KVCache] = []
         loads: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
-            last = i + 1 == len(self.layers)
-            norms = self.mlp_norm.of(i), self.final_norm[...] if last else self.attention_norm.of(i + 1)
+            norms = self._norms_in(i, token_ids.shape[0])
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
             arguments = hidden, normal, norms, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
@@ -226,6 +225,19 @@ class Decoder(nnx.Module):
         # Without a use for the last layer's stream it would be traced and lowered as a function of its own.
         normal, _ = jax.lax.optimization_barrier((normal, hidden))
         return normal, new_caches, loads
+
+    def _norms_in(
+        self, layer: int, num_tokens: int
+    ) -> tuple[jax.Array | StackedWeight, jax.Array | StackedWeight]:
+        """Weights of the norms before a layer's feed-forward and after the layer."""
+        last = layer + 1 == len(self.layers)
+        if not self.context.adds_and_norms(num_tokens, self.config.hidden_size):
+            after = self.final_norm[...] if last else self.attention_norm.of(layer + 1)
+            return self.mlp_norm.of(layer), after
+        between = self.mlp_norm.stacked(layer)
+        if last:
+            return between, StackedWeight(self.final_norm[...][None], jnp.zeros(1, jnp.int32))
+        return between, self.attention_norm.stacked(layer + 1)
 
     def _after(self, layer: int) -> Ahead | None:
         """The product after a layer, where a kernel likes to know.

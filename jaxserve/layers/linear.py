@@ -61,12 +61,12 @@ def onto_stream(
     ahead: Ahead | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``split_linear`` added to the residual stream, and the norm of that: [T, M], for the next product."""
-    if context.tensor_parallel_size > 1 and bias is None:
-        kernel = context.dense_matmul
+    kernel = context.dense_matmul
+    if bias is None and (context.tensor_parallel_size > 1 or kernel is None or not _computes(kernel, x, weight)):
         y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return context.add_and_norm(y, stream)
     hidden = split_linear(x, weight, bias, context, stream.hidden, ahead)
-    return hidden, context.normal(hidden, stream.weight, stream.eps, x.shape[0])
+    return hidden, context.normal(hidden, stream.vector, stream.eps, x.shape[0])
 
 
 def split_linear(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.layers.params import LayerContext
+from jaxserve.layers.params import LayerContext, StackedWeight
 from pallas_kernels.rms_norm.dispatch import PLAIN
 
 
@@ -28,3 +29,7 @@ class StackedNormWeights(nnx.Module):
     def of(self, layer: int) -> jax.Array:
         """[M] of one layer."""
         return self.weight[layer]
+
+    def stacked(self, layer: int) -> StackedWeight:
+        """The same, uncut."""
+        return StackedWeight(self.weight[...], jnp.full(1, layer, jnp.int32))

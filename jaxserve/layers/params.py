@@ -17,7 +17,7 @@ from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend
 from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
-from pallas_kernels.rms_norm.dispatch import PLAIN, RMSNorm
+from pallas_kernels.rms_norm.dispatch import PLAIN, AddNorm, RMSNorm
 from pallas_kernels.split_heads.dispatch import SplitHeads
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
@@ -29,19 +29,39 @@ SHARED_TOKENS = 64
 """Sequence parallelism begins at so many tokens a device; fewer gain nothing from it."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StackedWeight:
+    """One of the weights [L, M] of norms: for ``AddNorm``, which finds it by itself.
+
+    Args:
+        weights: all of them.
+        layer: int32[1], which it is.
+    """
+
+    weights: jax.Array
+    layer: jax.Array
+
+
 @dataclass(frozen=True)
 class StreamNorm:
     """The residual stream that a part of a layer adds to, and the norm of the sum.
 
     Args:
         hidden: [T, M]; where tokens are shared, this device's of them.
-        weight: [M], of the norm.
+        weight: [M], of the norm, or one of [L, M].
         eps: added to the mean square.
     """
 
     hidden: jax.Array
-    weight: jax.Array
+    weight: jax.Array | StackedWeight
     eps: float
+
+    @property
+    def vector(self) -> jax.Array:
+        """The weight [M]."""
+        weight = self.weight
+        return weight.weights[weight.layer[0]] if isinstance(weight, StackedWeight) else weight
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class LayerContext:
         grouped_matmul: what multiplies experts' tokens by their matrices.
         dense_matmul: what multiplies tokens by weights where it can; None: XLA does all of that.
         split_heads: what parts queries, keys and values where it can, likewise.
+        add_norm: what adds to the residual stream and norms it, of one device, where it can, likewise.
         peer_all_reduce: what adds up few tokens' partial results where it can; None: the platform's collective does.
         scaled_kv_cache: cached keys and values are multiplied by scales of the checkpoint (float8).
         batch_invariant: a token's bits must not depend on what else is in the step.
@@ -87,6 +108,7 @@ class LayerContext:
     grouped_matmul: GroupedMatmul = PORTABLE
     dense_matmul: DenseMatmul | None = None
     split_heads: SplitHeads | None = None
+    add_norm: AddNorm | None = None
     peer_all_reduce: AllReduce | None = None
 
     def param(
@@ -137,9 +159,18 @@ class LayerContext:
         num_tokens, kernel = partial.shape[0], self.peer_all_reduce
         plain = self.rms_norm == PLAIN and not self.batch_invariant and not self._shares(num_tokens)
         if kernel is not None and plain and kernel.why_not_norm(partial.shape, partial.dtype) is None:
-            return kernel.with_norm(partial, current_peers(), stream.hidden, stream.weight, stream.eps)
+            return kernel.with_norm(partial, current_peers(), stream.hidden, stream.vector, stream.eps)
+        if self.add_norm is not None and isinstance(stream.weight, StackedWeight):
+            weights, layer = stream.weight.weights, stream.weight.layer
+            return self.add_norm(partial, stream.hidden, weights, layer, stream.eps)
         hidden = self.reduce_tokens(partial, stream.hidden)
-        return hidden, self.normal(hidden, stream.weight, stream.eps, num_tokens)
+        return hidden, self.normal(hidden, stream.vector, stream.eps, num_tokens)
+
+    def adds_and_norms(self, num_tokens: int, size: int) -> bool:
+        """``add_norm`` does so for so many tokens: then norms' weights come as ``StackedWeight``."""
+        plain = self.tensor_parallel_size == 1 and self.rms_norm == PLAIN and not self.batch_invariant
+        kernel = self.add_norm if plain else None
+        return kernel is not None and kernel.why_not(num_tokens, size, self.dtype) is None
 
     def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
         """All T tokens of what ``reduce_tokens`` left: [T, M]."""

@@ -28,7 +28,7 @@ from pallas_kernels.grouped_matmul.dispatch import PORTABLE, GroupedMatmul
 from pallas_kernels.kv_cache_update.quantized import FLOAT8, KVCache
 from pallas_kernels.mla_attention.dispatch import BlockedLatentBackend, LatentBackend
 from pallas_kernels.rms_norm.dispatch import PLAIN as PLAIN_NORM
-from pallas_kernels.rms_norm.dispatch import RMSNorm
+from pallas_kernels.rms_norm.dispatch import AddNorm, RMSNorm
 from pallas_kernels.split_heads.dispatch import SplitHeads
 from sharding import DEFAULT_RULES, ParamSpec, ShardingRules
 
@@ -174,6 +174,7 @@ def build(
     grouped_matmul: GroupedMatmul = PORTABLE,
     dense_matmul: DenseMatmul | None = None,
     split_heads: SplitHeads | None = None,
+    add_norm: AddNorm | None = None,
     peer_all_reduce: AllReduce | None = None,
 ) -> Model:
     """Build a model from its config.json: no array is made.
@@ -192,7 +193,7 @@ def build(
         latent_backend: what takes the place of ``backend`` in models that cache latents.
         grouped_matmul: of experts.
         dense_matmul: of everything else, where it can; None is XLA.
-        split_heads: as ``LayerContext`` has it.
+        split_heads, add_norm: as ``LayerContext`` has them.
         peer_all_reduce: as ``LayerContext`` has it; then the params have ``PEERS``.
 
     Raises:
@@ -212,7 +213,7 @@ def build(
         rules.for_experts() if expert_parallel else rules, weight_first=weight_first, scaled_kv_cache=scaled,
         batch_invariant=batch_invariant, rms_norm=rms_norm,
         ragged_exchange=ragged_exchange, latent_backend=latent_backend, grouped_matmul=grouped_matmul,
-        dense_matmul=dense_matmul, split_heads=split_heads, peer_all_reduce=peer_all_reduce,
+        dense_matmul=dense_matmul, split_heads=split_heads, add_norm=add_norm, peer_all_reduce=peer_all_reduce,
     )  # fmt: skip
     module = family.create(config, context)
     graphdef, state = nnx.split(module)

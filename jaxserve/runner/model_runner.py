@@ -62,6 +62,7 @@ from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBac
 from pallas_kernels.grouped_matmul.dispatch import GroupedMatmul, grouped_matmul_of
 from pallas_kernels.kv_cache_update.quantized import FLOAT8
 from pallas_kernels.mla_attention.dispatch import LatentBackend, latent_backend
+from pallas_kernels.rms_norm.dispatch import add_norm_of
 from pallas_kernels.split_heads.dispatch import split_heads_of
 from sharding import make_mesh
 from sharding.distributed import smallest
@@ -209,6 +210,7 @@ class JaxModelRunner:
             latent_backend=latent_backend(self.platform)[0], grouped_matmul=self._grouped_matmul()[0],
             dense_matmul=self.invariance.dense_matmul(self._dense_matmul()), peer_all_reduce=self._peer_all_reduce(),
             split_heads=None if self.invariance.enabled else split_heads_of(self.platform),
+            add_norm=None if self.invariance.enabled else add_norm_of(self.platform),
         )  # fmt: skip
         # Weights come first for few tokens only, and so would change the order of summation with their number.
         invariant = self.invariance.enabled

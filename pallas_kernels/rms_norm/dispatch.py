@@ -101,6 +101,40 @@ class FittingNorm:
 PLAIN = PlainNorm()
 
 
+class AddNorm(Protocol):
+    """The sum of two, rounded to their type, and its norm, in one kernel. Stateless: a static part of the model."""
+
+    def why_not(self, num_rows: int, size: int, dtype: Any) -> str | None:
+        """Why so many rows of ``size`` elements are left to XLA; None: they are not."""
+        ...
+
+    def __call__(
+        self, partial: jax.Array, residual: jax.Array, weights: jax.Array, layer: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """(sum, norm) of two [T, M], what ``PlainNorm`` makes of it but for the order of sums.
+
+        Args:
+            partial, residual: the two.
+            weights: [L, M], of norms.
+            layer: int32[1], which of them.
+            eps: added to the mean square.
+        """
+        ...
+
+
+def add_norm_of(platform: str) -> AddNorm | None:
+    """The kernel of ``cpu``, ``gpu`` or ``tpu``; None where XLA does it."""
+    if platform != "gpu":
+        return None
+    from pallas_kernels.dense_matmul.dispatch import dense_matmul_of
+
+    if dense_matmul_of(platform)[1] is not None:
+        return None  # not a Hopper, or a JAX that lacks what its kernels need
+    from pallas_kernels.rms_norm.gpu import GpuAddNorm
+
+    return GpuAddNorm()
+
+
 def fixed_norm(platform: str, num_sms: int | None = None, *, kernel: bool = True) -> RMSNorm:
     """The norm whose bits do not depend on the number of rows.
 

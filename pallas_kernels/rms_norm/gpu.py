@@ -58,13 +58,86 @@ class GpuRMSNorm:
         return _normalise(x, weight, eps, num_ctas, self.interpret)
 
 
+MOST_ROWS = 7
+"""From 8 rows on XLA's norm is one kernel too."""
+
+
+@dataclass(frozen=True)
+class GpuAddNorm:
+    """Sum of two and its norm, of very few rows, each a warpgroup's. Stateless; static in the compiled step.
+
+    XLA makes two kernels of a single row's norm, each of which takes about as long as it takes to start.
+
+    Args:
+        interpret: ``plgpu.InterpretGPUParams`` to run on a CPU, for tests.
+    """
+
+    interpret: Any = None
+
+    def why_not(self, num_rows: int, size: int, dtype: Any) -> str | None:
+        """Why so many rows of ``size`` elements are left to XLA; None: they are not."""
+        if num_rows > MOST_ROWS:
+            return f"{num_rows} rows: it takes up to {MOST_ROWS}"
+        return GpuRMSNorm().why_not(size, dtype)
+
+    def __call__(
+        self, partial: jax.Array, residual: jax.Array, weights: jax.Array, layer: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of two [T, M], rounded to their type, and its norm as ``GpuRMSNorm`` has it.
+
+        Args:
+            partial, residual: the two.
+            weights: [L, M]. XLA would cut a layer's out of them with a kernel, or a part of a CUDA graph.
+            layer: int32[1], whose weight.
+            eps: added to the mean square.
+        """
+        return _add_and_normalise(partial, residual, weights, layer, eps, self.interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _add_and_normalise(
+    partial: jax.Array, residual: jax.Array, weights: jax.Array, layer: jax.Array, eps: float, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    rows, size = partial.shape
+    load = functools.partial(plgpu.load, layout=_layout(size), optimized=False)
+
+    def add_norm(partial, residual, weights, layer, total, normal):
+        row = lax.axis_index("row")
+        scale = load(weights.at[layer[0]])
+        wide = load(partial.at[row]).astype(jnp.float32) + load(residual.at[row]).astype(jnp.float32)
+        rounded = wide.astype(partial.dtype)
+        store(total.at[row], rounded)
+        wide = rounded.astype(jnp.float32)
+        unit = wide * lax.rsqrt(jnp.sum(wide * wide) * (1.0 / size) + eps)
+        store(normal.at[row], unit.astype(partial.dtype) * scale)
+
+    build = functools.partial(
+        plgpu.kernel, add_norm, grid=(rows,), grid_names=("row",), kernel_name="add_norm",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024), interpret=interpret,
+    )  # fmt: skip
+    total, normal = launch(
+        lambda out_type: build(out_type=out_type), ("add_norm", eps, rows), [partial, residual, weights, layer], [],
+        (jax.ShapeDtypeStruct(partial.shape, partial.dtype),) * 2, batched=[0, 1, 4, 5], interpret=interpret,
+    )  # fmt: skip
+    return total, normal
+
+
+def _layout(size: int) -> Any:
+    """A row of ``size`` elements over a warpgroup."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _normalise(x: jax.Array, weight: jax.Array, eps: float, num_ctas: int, interpret: Any) -> jax.Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     size = x.shape[1]
-    vector = next(width for width in (8, 4, 2, 1) if size % (THREADS * width) == 0)
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+    layout = _layout(size)
 
     def rms_norm(x, weight, num_rows, out):
         cta = lax.axis_index("cta")

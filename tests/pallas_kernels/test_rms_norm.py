@@ -53,6 +53,22 @@ def test_kernel(rows, size, capsys):
 
 
 @needs_mosaic_gpu
+@pytest.mark.parametrize("rows,size", [(1, 128), (3, 1024)])
+def test_sum_and_norm(rows, size, capsys):
+    from pallas_kernels.rms_norm.gpu import GpuAddNorm
+
+    partial, weight = operands(rows, size)
+    residual = operands(rows + 1, size)[0][:rows]
+    kernel, weights = GpuAddNorm(interpret=strict()), jnp.stack([-weight, weight])
+    total, normal = run(lambda *a: kernel(*a, EPS), partial, residual, weights, jnp.ones(1, jnp.int32))
+    np.testing.assert_array_equal(np.asarray(total), np.asarray(partial + residual))
+    expected = np.asarray(PLAIN(partial + residual, weight, EPS), np.float32)
+    np.testing.assert_allclose(np.asarray(normal, np.float32), expected, rtol=1 / 64)
+    assert not unexpected_races(capsys.readouterr().out)
+    assert kernel.why_not(8, size, partial.dtype) is not None
+
+
+@needs_mosaic_gpu
 def test_one_kernel_serves_all_numbers_of_rows():
     """But for how many CTAs are started: few rows start few of the same code."""
     from pallas_kernels.rms_norm.gpu import GpuRMSNorm
