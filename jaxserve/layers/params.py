@@ -159,17 +159,25 @@ class LayerContext:
         num_tokens, kernel = partial.shape[0], self.peer_all_reduce
         plain = self.rms_norm == PLAIN and not self.batch_invariant and not self._shares(num_tokens)
         if kernel is not None and plain and kernel.why_not_norm(partial.shape, partial.dtype) is None:
-            return kernel.with_norm(partial, current_peers(), stream.hidden, stream.vector, stream.eps)
-        if self.add_norm is not None and isinstance(stream.weight, StackedWeight):
+            peers, weight = current_peers(), stream.weight
+            if not isinstance(weight, StackedWeight):
+                return kernel.with_norm(partial, peers, stream.hidden, weight, stream.eps)
+            return kernel.with_norm(partial, peers, stream.hidden, weight.weights, stream.eps, weight.layer)
+        add_norm = self.add_norm if self.tensor_parallel_size == 1 else None
+        if add_norm is not None and isinstance(stream.weight, StackedWeight):
             weights, layer = stream.weight.weights, stream.weight.layer
-            return self.add_norm(partial, stream.hidden, weights, layer, stream.eps)
+            return add_norm(partial, stream.hidden, weights, layer, stream.eps)
         hidden = self.reduce_tokens(partial, stream.hidden)
         return hidden, self.normal(hidden, stream.vector, stream.eps, num_tokens)
 
     def adds_and_norms(self, num_tokens: int, size: int) -> bool:
-        """``add_norm`` does so for so many tokens: then norms' weights come as ``StackedWeight``."""
-        plain = self.tensor_parallel_size == 1 and self.rms_norm == PLAIN and not self.batch_invariant
-        kernel = self.add_norm if plain else None
+        """A kernel does so for so many tokens: then norms' weights come as ``StackedWeight``."""
+        if self.rms_norm != PLAIN or self.batch_invariant or self._shares(num_tokens):
+            return False
+        if self.tensor_parallel_size > 1:
+            peers = self.peer_all_reduce
+            return peers is not None and peers.why_not_norm((num_tokens, size), self.dtype) is None
+        kernel = self.add_norm
         return kernel is not None and kernel.why_not(num_tokens, size, self.dtype) is None
 
     def gather_tokens(self, hidden: jax.Array, num_tokens: int) -> jax.Array:

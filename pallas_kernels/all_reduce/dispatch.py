@@ -52,9 +52,13 @@ class AllReduce(Protocol):
         ...
 
     def with_norm(
-        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
-        """The sum with the residual added, as a call returns it, and the RMS norm of that, times ``weight`` [M]."""
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float,
+        layer: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """The sum with the residual added, as a call returns it, and the RMS norm of that, times ``weight`` [M].
+
+        With a ``layer``, int32[1], ``weight`` is [L, M], and this is the one: XLA would cut it out first.
+        """
         ...
 
 

@@ -98,9 +98,12 @@ class GpuAllReduce:
         return self.why_not(shape, dtype) or gpu_norm.why_not(shape[-1], dtype)
 
     def with_norm(
-        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float,
+        layer: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """The sum with the residual added, as a call returns it, and that stream's RMS norm times ``weight`` [M].
+
+        With a ``layer``, int32[1], ``weight`` is [L, M], and this is the one.
 
         Raises:
             ValueError: of ``why_not_norm``, and as a call does.
@@ -109,7 +112,9 @@ class GpuAllReduce:
             raise ValueError(f"This all-reduce cannot norm {why}.")
         table, rows = self._checked(partial, peers, residual), jnp.full((1,), partial.shape[0], jnp.int32)
         return gpu_norm.all_reduce_norm(
-            partial, table, residual, weight, rows, eps, self.num_devices, self.capacity, self._ctas_for(partial)
+            partial, table, residual, weight[None] if layer is None else weight,
+            jnp.zeros(1, jnp.int32) if layer is None else layer, rows, eps, self.num_devices, self.capacity,
+            self._ctas_for(partial),
         )  # fmt: skip
 
     def _checked(self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None) -> jax.Array:

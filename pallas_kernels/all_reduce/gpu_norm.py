@@ -36,21 +36,24 @@ def why_not(row: int, dtype: Any) -> str | None:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def all_reduce_norm(
-    partial: jax.Array, peers: jax.Array, residual: jax.Array, weight: jax.Array, num_rows: jax.Array,
-    eps: float, num_devices: int, capacity: int, num_ctas: int,
+    partial: jax.Array, peers: jax.Array, residual: jax.Array, weights: jax.Array, layer: jax.Array,
+    num_rows: jax.Array, eps: float, num_devices: int, capacity: int, num_ctas: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The residual stream [T, M] with the sum added, and its norm times ``weight`` [M]; ``num_rows`` is int32[1], T."""
+    """The residual stream [T, M] with the sum added, and its norm times ``weights[layer]`` of [L, M].
+
+    ``layer`` and ``num_rows``, T, are int32[1].
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     sizes, row = (num_devices, capacity, num_ctas), partial.shape[1]
     layout = plgpu.Layout.WG_STRIDED((row,), vec_size=VECTOR // partial.dtype.itemsize)
 
-    def kernel(partial, peers, residual, weight, num_rows, hidden, normal):
+    def kernel(partial, peers, residual, weights, layer, num_rows, hidden, normal):
         cta = lax.axis_index("cta")
         turns = pl.cdiv(jnp.maximum(num_rows[0] - cta, 0), num_ctas)
-        scale = plgpu.load(weight, layout=layout, optimized=False)
+        scale = plgpu.load(weights.at[layer[0]], layout=layout, optimized=False)
 
         def send(turn, _):
             _send(partial, peers, cta + turn * num_ctas, sizes)
@@ -76,7 +79,7 @@ def all_reduce_norm(
     out = jax.ShapeDtypeStruct(partial.shape, partial.dtype)
     hidden, normal = launch(
         lambda out_type: build(out_type=out_type), ("all_reduce_norm", eps, *sizes),
-        [partial, peers, residual, weight, num_rows], [], (out, out), batched=[0, 2, 5, 6],
+        [partial, peers, residual, weights, layer, num_rows], [], (out, out), batched=[0, 2, 6, 7],
     )  # fmt: skip
     return hidden, normal
 

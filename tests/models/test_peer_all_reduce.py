@@ -42,10 +42,11 @@ class PortableSum:
         return self.why_not(shape, dtype) if self.norms else "switched off"
 
     def with_norm(
-        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float
-    ) -> tuple[jax.Array, jax.Array]:
+        self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array, weight: jax.Array, eps: float,
+        layer: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         stream = self(partial, peers, residual)
-        return stream, PLAIN(stream, weight, eps)
+        return stream, PLAIN(stream, weight if layer is None else weight[layer[0]], eps)
 
     def __call__(
         self, partial: jax.Array, peers: jax.Array | None, residual: jax.Array | None = None
