@@ -231,10 +231,12 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array | StackedWeight, jax.Array | StackedWeight]:
         """Weights of the norms before a layer's feed-forward and after the layer."""
         last = layer + 1 == len(self.layers)
+        after = self.final_norm[...] if last else self.attention_norm.of(layer + 1)
         if not self.context.adds_and_norms(num_tokens, self.config.hidden_size):
-            after = self.final_norm[...] if last else self.attention_norm.of(layer + 1)
             return self.mlp_norm.of(layer), after
         between = self.mlp_norm.stacked(layer)
+        if self.context.tensor_parallel_size == 1 and self.config.experts_of(layer) is not None:
+            return between, after  # experts' results are the first of 8 rows: XLA cuts them out as it norms
         if last:
             return between, StackedWeight(self.final_norm[...][None], jnp.zeros(1, jnp.int32))
         return between, self.attention_norm.stacked(layer + 1)
