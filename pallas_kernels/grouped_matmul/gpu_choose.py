@@ -142,7 +142,8 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
 
         tokens = jnp.sum(jnp.where(chosen, filled(1, jnp.int32), filled(0, jnp.int32)), axis=0)
         store(load, tokens)
-        store(zeros, tokens * 0)
+        # Not tokens * 0: a constant of 64 experts cannot be stored, and the compiler finds out that it is one.
+        store(zeros, jnp.minimum(tokens, 0))
         for first in range(0, num_experts, size):
             counted = (over_rows(tokens) > 0) & (expert <= row + first)
             sums = jnp.sum(jnp.where(counted, filled(1, jnp.int32), filled(0, jnp.int32)), axis=1)
