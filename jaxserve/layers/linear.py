@@ -62,7 +62,9 @@ def onto_stream(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``split_linear`` added to the residual stream, and the norm of that: [T, M], for the next product."""
     kernel = context.dense_matmul
-    if bias is None and (context.tensor_parallel_size > 1 or kernel is None or not _computes(kernel, x, weight)):
+    if bias is None and (
+        context.tensor_parallel_size > 1 or kernel is None or not _computes(kernel, x, weight, residual=True)
+    ):
         y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return context.add_and_norm(y, stream)
     hidden = split_linear(x, weight, bias, context, stream.hidden, ahead)
@@ -86,7 +88,7 @@ def split_linear(
     kernel = context.dense_matmul
     if context.tensor_parallel_size == 1:
         fused = bias is None and residual is not None and kernel is not None
-        if fused and _computes(kernel, x, weight):
+        if fused and _computes(kernel, x, weight, residual=True):
             return kernel(x, weight, residual=residual, ahead=ahead)
         y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return y if residual is None else residual + y
@@ -97,9 +99,11 @@ def split_linear(
     return y if residual is None else residual + y
 
 
-def _computes(kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bool = False) -> bool:
+def _computes(
+    kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bool = False, residual: bool = False
+) -> bool:
     outputs, inner = weight.shape
-    why_not = kernel.why_not(x.shape[0], outputs, inner, weight.dtype, gated=gated)
+    why_not = kernel.why_not(x.shape[0], outputs, inner, weight.dtype, gated=gated, residual=residual)
     return x.dtype == weight.dtype and why_not is None
 
 
@@ -114,4 +118,8 @@ def _product(
     if weight_first and 1 < x.shape[0] <= WEIGHT_FIRST_TOKENS:
         y = jnp.einsum("nm,tm->nt", weight, x, precision=precision, preferred_element_type=result)
         return jax.lax.optimization_barrier(y).T  # else XLA swaps the operands back
-    return jnp.einsum("tm,nm->tn", x, weight, precision=precision, preferred_element_type=result)
+    y = jnp.einsum("tm,nm->tn", x, weight, precision=precision, preferred_element_type=result)
+    if kernel is not None and kernel.invariant:
+        # Else cuBLAS adds what follows, a residual or a bias, before it rounds, and the kernel does so after.
+        return jax.lax.optimization_barrier(y)
+    return y

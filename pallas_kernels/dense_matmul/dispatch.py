@@ -33,8 +33,20 @@ class DenseMatmul(Protocol):
         """Of what computes it."""
         ...
 
+    @property
+    def invariant(self) -> bool:
+        """It is ``for_all_rows``: XLA must round the products that are left to it where this does."""
+        ...
+
     def why_not(
-        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+        self,
+        num_rows: int,
+        outputs: int,
+        inner: int,
+        dtype: Any,
+        *,
+        gated: bool = False,
+        residual: bool = False,
     ) -> str | None:
         """Why so many rows by an [outputs, inner] weight of this type are left to XLA; None: they are not."""
         ...
@@ -42,7 +54,8 @@ class DenseMatmul(Protocol):
     def for_all_rows(self) -> DenseMatmul:
         """The same with one order of sums for all numbers of rows, though XLA be faster for some.
 
-        What it leaves to XLA all the same, XLA adds up in that order if its choice of algorithms is pinned.
+        What it leaves to XLA all the same, XLA adds up in that order if its choice of algorithms is pinned; and rounds
+        as this does if nothing that follows becomes a part of the product.
         """
         ...
 

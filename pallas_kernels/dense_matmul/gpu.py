@@ -690,7 +690,14 @@ class GpuDenseMatmul:
     name = "mosaic_gpu"
 
     def why_not(
-        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+        self,
+        num_rows: int,
+        outputs: int,
+        inner: int,
+        dtype: Any,
+        *,
+        gated: bool = False,
+        residual: bool = False,
     ) -> str | None:
         """Why it does not multiply so many rows by an [outputs, inner] weight, None when it does."""
         if (reason := supported(outputs, inner, dtype, gated=gated)) is not None or self.always:
@@ -699,7 +706,7 @@ class GpuDenseMatmul:
             policy = _tuning()["invariant"]
             if gated and not policy["gated"]:
                 return "gpu_tuning.json leaves silu(gate) * up to XLA, which rounds it otherwise"
-            first, last = 1, policy["to"]
+            first, last = 1, policy["residual" if residual else "to"]
         else:
             first, last = rows_from_table(outputs, inner, jnp.dtype(dtype).itemsize, gated=gated)
         if num_rows < first or (last is not None and num_rows > last):
@@ -723,7 +730,8 @@ class GpuDenseMatmul:
             raise ValueError(
                 f"the Hopper dense product takes rows and weights of one type, not {x.dtype} and {weight.dtype}"
             )
-        reason = self.why_not(x.shape[0], *weight.shape, x.dtype, gated=gated)
+        added = residual is not None
+        reason = self.why_not(x.shape[0], *weight.shape, x.dtype, gated=gated, residual=added)
         if reason is not None:
             raise ValueError(reason)
         num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,15 +20,26 @@ pytestmark = pytest.mark.device
 
 @dataclass(frozen=True)
 class Kernel:
-    """The oracle, for up to 8 rows of bfloat16; it says what it was asked for."""
+    """The oracle, for up to 8 rows of bfloat16, or 9 with a residual; it says what it was asked for."""
 
     asked: list[dict[str, Any]] = field(default_factory=list)
+    invariant: bool = False
     name = "kernel"
 
     def why_not(
-        self, num_rows: int, outputs: int, inner: int, dtype: Any, *, gated: bool = False
+        self,
+        num_rows: int,
+        outputs: int,
+        inner: int,
+        dtype: Any,
+        *,
+        gated: bool = False,
+        residual: bool = False,
     ) -> str | None:
-        return None if num_rows <= 8 and dtype == jnp.bfloat16 else "too many"
+        return None if num_rows <= 8 + residual and dtype == jnp.bfloat16 else "too many"
+
+    def for_all_rows(self) -> Kernel:
+        return replace(self, invariant=True)
 
     def __call__(self, x: jax.Array, weight: jax.Array, **kind: Any) -> jax.Array:
         self.asked.append({key: value for key, value in kind.items() if value is not None})
@@ -79,7 +90,7 @@ def test_a_kernel_computes_what_it_can() -> None:
 def test_the_rest_is_xlas() -> None:
     kernel = Kernel()
     context = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend(), dense_matmul=kernel)
-    x, weight, residual = operands(9)
+    x, weight, residual = operands(10)
     assert gated_linear(x, weight, context) is None
     found = split_linear(x, weight, None, context, residual)
     np.testing.assert_array_equal(found, residual + linear(x, weight))
@@ -90,6 +101,21 @@ def test_the_rest_is_xlas() -> None:
         contract(x[:8].astype(jnp.float32), weight),
     )
     assert kernel.asked == []
+
+
+def test_xla_rounds_where_an_invariant_kernel_does() -> None:
+    x, weight, residual = operands(10)
+    bias = weight[:, 0]
+    for kernel, barriers in ((Kernel(), 0), (Kernel().for_all_rows(), 1)):
+        context = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend(), dense_matmul=kernel)
+        for each in (None, bias):
+            lowered = jax.jit(
+                lambda *given, context=context: split_linear(*given[:3], context, given[3])
+            ).lower(x, weight, each, residual)
+            assert lowered.as_text().count("optimization_barrier") == barriers
+        split_linear(x[:9], weight, None, context, residual[:9])
+        linear(x[:9], weight, kernel=kernel)
+        assert [sorted(asked) for asked in kernel.asked] == [["residual"]]
 
 
 def test_the_choice_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,14 +199,14 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
             {"outputs": 128, "inner": 256, "rows": [9, 16]},
             {"rows": [2, 8]},
         ],
-        "invariant": {"to": 64, "gated": False},
+        "invariant": {"to": 64, "residual": 8, "gated": False},
         "chunks": [],
         "tables": [{"rows": None, "width": 8}],
     }
 
-    def used(kernel: Any, *size: int, gated: bool = False) -> list[int]:
+    def used(kernel: Any, *size: int, **kind: bool) -> list[int]:
         rows = (1, 2, 8, 9, 16, 32, 64, 65)
-        return [n for n in rows if kernel.why_not(n, *size, "bfloat16", gated=gated) is None]
+        return [n for n in rows if kernel.why_not(n, *size, "bfloat16", **kind) is None]
 
     kernel = gpu.GpuDenseMatmul(num_sms=2)
     assert used(kernel, 4096, 64) == []
@@ -217,6 +217,10 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(kernel, 64, 96) == []
     invariant = kernel.for_all_rows()
     assert used(invariant, 4096, 64) == [1, 2, 8, 9, 16, 32, 64]
+    assert used(invariant, 4096, 64, residual=True) == [1, 2, 8]
     assert used(invariant, 1024, 512, gated=True) == []
-    table["invariant"] = {"to": None, "gated": True}
-    assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32, 64, 65]
+    table["invariant"] = {"to": 64, "residual": None, "gated": True}
+    assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32, 64]
+    assert used(invariant, 1024, 512, residual=True) == [1, 2, 8, 9, 16, 32, 64, 65]
+    monkeypatch.undo()
+    assert set(gpu._tuning()["invariant"]) == {*table["invariant"], "source"}
