@@ -68,7 +68,7 @@ IN_TURN = ("ceilings", *ATTENTION_TIMED, *DENSE_TIMED)
 TOGETHER = ("check", "invariance", *IN_TURN)
 
 SHARDS = {
-    "check": 12, "decode": 4, "prefill": 3, "sweep": 6, "prefill_sweep": 2, "dense": 5, "dense_layers": 3,
+    "check": 8, "decode": 4, "prefill": 3, "sweep": 6, "prefill_sweep": 2, "dense": 5, "dense_layers": 3,
     "dense_sweep": 4, "dense_bits": 4,
 }  # fmt: skip
 """Sections that mostly compile, and so run as several processes at a time."""

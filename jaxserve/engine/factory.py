@@ -16,6 +16,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.step import ModelRunner
 from jaxserve.tokenizer.interface import Tokenizer
 
+POOL_SLACK = 0.02
+"""Of a GPU's memory, what its allocator holds beyond ``gpu_memory_utilization``: pieces that fragmentation leaves."""
+
 
 def create_runner(config: EngineConfig) -> tuple[ModelRunner, EngineConfig]:
     """The runner on this program's devices, not initialized, and the config with the platform's defaults filled in.
@@ -25,7 +28,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner, EngineConfig]:
     """
     # How much the allocator may take is read once, when JAX first looks for devices.
     share = config.cache_config.gpu_memory_utilization
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.4f}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(share + POOL_SLACK, 0.99):.4f}")
     # Through importlib: this room knows the runner by its protocol alone.
     model_runner: Any = importlib.import_module("jaxserve.runner.model_runner")
     config = config.with_defaults_for(model_runner.platform_name())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -64,19 +65,27 @@ def device_budget(
     devices: Sequence[jax.Device], share: float, program_temporaries: int
 ) -> MemoryBudget | None:
     """The memory of the device that has least of it free, or None where they do not tell (CPU)."""
-    budgets = [_budget(device.memory_stats() or {}, share, program_temporaries) for device in devices]
+    budgets = [
+        _budget(device.memory_stats() or {}, device.platform, share, program_temporaries)
+        for device in devices
+    ]
     known = [budget for budget in budgets if budget is not None]
     return min(known, key=lambda budget: budget.for_cache) if known else None
 
 
-def _budget(stats: dict[str, int], share: float, program_temporaries: int) -> MemoryBudget | None:
+def _budget(
+    stats: dict[str, int], platform: str, share: float, program_temporaries: int
+) -> MemoryBudget | None:
     limit = stats.get("bytes_limit")
     if not limit:
         return None
-    reservable = stats.get("bytes_reservable_limit") or limit
-    return MemoryBudget(
-        min(limit, int(max(limit, reservable) * share)), stats["bytes_in_use"], program_temporaries
-    )
+    memory = limit / _pool_fraction() if platform == "gpu" else limit
+    return MemoryBudget(min(limit, int(memory * share)), stats["bytes_in_use"], program_temporaries)
+
+
+def _pool_fraction() -> float:
+    """The part of a GPU's memory that JAX's allocator was given, of which ``bytes_limit`` tells the size."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
 
 
 def choose_num_blocks(
