@@ -3,12 +3,18 @@
     python benchmarks/invariance.py --model llama-8b --parts ops,bits,off,cost
     python benchmarks/invariance.py --model smollm2 --parts bits --products xla --norm halves
 
+On two GPUs of a host, side by side:
+
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/invariance.py --parts cost,bits --modes on --save on.json &
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/invariance.py --parts cost,off --modes off --save off.json; wait
+    python benchmarks/invariance.py --compare on.json off.json
+
 ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows
 bits   requests alone and among up to 511 others, with the mode on: random company, order, cache (warm, cold, written
        while decoding), token budget, asynchronous scheduling, forced preemptions. Exits with 1 if a bit differs
 restart another engine, which finds the programs of the first one: the same requests alone
 off    as bits, with the mode off
-cost   decode, prefill and offline throughput with the mode on and off, and their ratio
+cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio
 
 ``--products`` and ``--norm`` exchange what the mode uses, to compare candidates.
 """
@@ -37,7 +43,8 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.bench.invariance import Bits, Target, bits_of
 
 MODELS = Path(__file__).parent / "models"
-COMPANY = (0, 1, 3, 7, 20, 60, 200, 511)
+COMPANY = (0, 1, 1, 3, 3, 7, 7, 20, 20, 60, 200, 511)
+"""Other requests of a situation, drawn evenly."""
 BUDGETS = (64, 100, 256, 1000, 1 << 20)
 PREEMPTED = 0.15
 """Of the steps of a situation with preemptions, those before which a request loses its blocks."""
@@ -350,7 +357,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
             rows, tokens = map(int, case.split("x"))
             benchmark.prefill(rows, max(1, tokens // options.scale))
         for name in list(offline.THROUGHPUT)[: options.throughput]:
-            benchmark.throughput(name)
+            benchmark._throughput(name, sampled=False)
     return {f"{result['case']}, {result['unit']}": result["value"] for result in benchmark.results}
 
 
@@ -388,10 +395,17 @@ def main() -> int:
     parser.add_argument("--throughput", type=int, default=1, help="workloads of cost: 0 to 2")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths of cost")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
+    parser.add_argument("--modes", default="on,off")
+    parser.add_argument("--save", type=Path, help="a file for what cost measures")
+    parser.add_argument("--compare", type=Path, nargs=2, help="print what such files say, and end")
     parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
+    if options.compare:
+        saved = [json.loads(path.read_text()) for path in options.compare]
+        compare_cost(saved[0]["on"], saved[1]["off"])
+        return 0
     parts = [part for part in options.parts.split(",") if part]
     if "ops" in parts:
         try_operations(options)
@@ -399,18 +413,21 @@ def main() -> int:
     ok, costs, expected = True, {}, None
     with choose(options):
         for invariant in (True, False):
+            mode = "on" if invariant else "off"
+            if mode not in options.modes.split(","):
+                continue
             wanted = {"bits", "cost"} if invariant else {"off", "cost"}
             if not wanted & set(parts):
                 continue
             with make_llm(options, invariant=invariant, **sizes) as llm:
+                if "cost" in parts:
+                    costs[mode] = measure(llm, options)
+                    llm._core.scheduler.reset_prefix_cache()
                 if invariant and "bits" in parts:
                     found, expected = try_situations(llm, options, options.situations, mode="on")
                     ok = ok and found.different == 0
                 if not invariant and "off" in parts:
                     try_situations(llm, options, options.off_situations, mode="off")
-                if "cost" in parts:
-                    llm._core.scheduler.reset_prefix_cache()
-                    costs[invariant] = measure(llm, options)
             if invariant and "restart" in parts and expected:
                 with make_llm(options, invariant=True, **sizes) as llm:
                     found = Differences()
@@ -419,8 +436,12 @@ def main() -> int:
                         found.compare(run(llm, [target])[0], bits, "restart")
                     print(f"restart: {found.line()}", flush=True)
                     ok = ok and found.different == 0
-    if costs:
-        compare_cost(costs[True], costs[False])
+    if options.save:
+        options.save.write_text(json.dumps(costs, indent=1))
+    if len(costs) == 2:
+        compare_cost(costs["on"], costs["off"])
+    elif costs:
+        print(json.dumps(costs), flush=True)
     return 0 if ok else 1
 
 

@@ -3,9 +3,10 @@
 What could make them depend on the rest of the step, on a GPU:
 
 * Products: XLA times algorithms for each number of rows and takes the fastest, split-K among them. A kernel with one
-  order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). For weights that it does not take
-  XLA's choice is pinned (``PINNED_PRODUCTS``); and no step has fewer than 8 rows, since for one row even pinned
-  products are another algorithm.
+  order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). Its table says beyond how many
+  rows XLA takes over, whose choice is pinned (``PINNED_PRODUCTS``) and then has the same bits, and which products it
+  keeps: those with a residual, which cuBLAS would add before it rounds. Weights that it does not take are pinned XLA's
+  for all numbers of rows. No step has fewer than 8, since for one row even pinned products are another algorithm.
 * Norms: their sums are a kernel's of ours (``fixed_norm``).
 * Attention: the decode kernel and the prefill kernel are each invariant and differ from each other, so the scheduler
   keeps a token to one of them (``RunnerInfo.separate_paths``).
@@ -25,7 +26,7 @@ from pallas_kernels.rms_norm.dispatch import PLAIN, OnesNorm, RMSNorm, fixed_nor
 
 CompilerOptions = tuple[tuple[str, bool | int | str], ...]
 PINNED_PRODUCTS: CompilerOptions = (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False))
-"""cuBLAS' first choice, untimed: the same bits for all numbers of rows from 2 to 256 that were tried on an H200."""
+"""cuBLAS' first choice, untimed: the same bits for all numbers of rows from 2 to 16,384 that were tried on an H200."""
 FEWEST_ROWS = 8
 """Of a step on a GPU: padding beyond it costs nothing there."""
 
@@ -38,7 +39,7 @@ class Invariance:
         enabled: ``--batch-invariant``.
         platform: ``cpu``, ``gpu`` or ``tpu``.
         norm_kernel: norms of a GPU are a kernel's, not XLA's additions one by one.
-        product_kernel: a GPU's dense products are a kernel's where it takes their shape, not XLA's pinned ones.
+        product_kernel: a GPU's dense products are a kernel's where its table says so, not all XLA's pinned ones.
     """
 
     enabled: bool
