@@ -27,6 +27,9 @@ MOST_TOKENS, MOST_EXPERTS = 64, 128
 ALIGNED, LINE = 8, 64
 """Tokens of a product come in such portions; elements that the copy engine moves at a time."""
 
+MOST_COPIED, MOST_LINES = 160 * 1024, 256
+"""Bytes of tokens for which the logits leave room in shared memory; lines of a token in one copy."""
+
 
 def supported(num_tokens: int, num_experts: int) -> str | None:
     """Why the kernel cannot choose, None when it can."""
@@ -54,7 +57,12 @@ def choose(
     size = 32 if num_tokens <= 32 else 64
     live = jnp.pad(live.astype(jnp.int32), (0, size - num_tokens))
     padded = -(-num_tokens // ALIGNED) * ALIGNED
-    lines = None if padded == num_tokens else (num_tokens, hidden_size // LINE, LINE)
+    lines = None
+    if padded != num_tokens:
+        if num_tokens * hidden_size * x.dtype.itemsize > MOST_COPIED or hidden_size > MOST_LINES * LINE:
+            x = jnp.pad(x, ((0, padded - num_tokens), (0, 0)))
+        else:
+            lines = num_tokens, hidden_size // LINE, LINE
     build = functools.partial(
         plgpu.kernel,
         _body(num_tokens, num_experts, size, rule, lines is not None),

@@ -50,6 +50,26 @@ def test_choice_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str])
     assert not unexpected_races(capsys.readouterr().out)
 
 
+# The last two have more than the shared memory holds, and wider tokens than one copy takes.
+@pytest.mark.parametrize("num_tokens,hidden,kernel_pads", [
+    (1, 2048, True), (8, 2048, False), (33, 2048, True), (64, 2048, False), (33, 4096, False), (1, 20480, False),
+])  # fmt: skip
+@pytest.mark.parametrize("num_experts", [64, 128])
+def test_choice_lowers(num_tokens: int, hidden: int, kernel_pads: bool, num_experts: int) -> None:
+    from pallas_kernels.grouped_matmul import gpu_choose
+
+    shape = jax.ShapeDtypeStruct
+    operands = (
+        shape((num_tokens, num_experts), jnp.float32), shape((num_tokens,), bool),
+        shape((num_tokens, hidden), jnp.bfloat16),
+    )  # fmt: skip
+    traced = jax.jit(lambda *each: gpu_choose.choose(*each, Rule(2))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+    assert f":{6 if kernel_pads else 5} = stablehlo.custom_call @mosaic_gpu_v2" in text
+    assert traced.jaxpr.out_avals[-1].shape == (-(-num_tokens // 8) * 8, hidden)
+
+
 # Tokens, experts, chosen ones, ffn, hidden; consumers, blocks and stages of the two kernels, or of one that is both.
 EXPERTS = {
     "fewer than 8 tokens": (3, 4, 2, 64, 128, (1, 1, 2), (1, 1, 2)),
