@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,9 +74,20 @@ def compile_all(
         lowerings: key -> a function that lowers its program.
         store: of this engine.
         progress: called with (programs ready, programs in all).
-        name: what a key is called in the log.
+        name: what a key is called in the log and by errors.
+
+    Raises:
+        Exception: of the first program that cannot be made, with its name in a note: so the start fails, no step.
     """
     total, done, lock = len(lowerings), 0, threading.Lock()
+
+    @contextlib.contextmanager
+    def naming(key: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"This program cannot be made: {name(key)}")
+            raise
 
     def ready(program: jax.stages.Compiled) -> jax.stages.Compiled:
         nonlocal done
@@ -91,7 +103,8 @@ def compile_all(
 
     def compile_one(key: Any, lowered: jax.stages.Lowered, lowered_in: float) -> jax.stages.Compiled:
         began = time.monotonic()
-        program = lowered.compile()
+        with naming(key):
+            program = lowered.compile()
         compiled = time.monotonic()
         store.save(key, program)
         logger.debug(
@@ -102,7 +115,8 @@ def compile_all(
 
     def lower_one(key: Any) -> tuple[jax.stages.Lowered, float]:
         began = time.monotonic()
-        return lowerings[key](), time.monotonic() - began
+        with naming(key):
+            return lowerings[key](), time.monotonic() - began
 
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:

@@ -47,6 +47,16 @@ def test_progress_counts_loaded_programs_too(tmp_path):
         assert sorted(seen) == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_a_program_that_cannot_be_made_fails_the_start_by_its_name(tmp_path):
+    def lower():
+        raise NotImplementedError("no such kernel")
+
+    lowerings = {"add": lowering([]), "multiply": lower}
+    with pytest.raises(NotImplementedError, match="no such kernel") as raised:
+        compile_all(lowerings, ProgramStore(tmp_path, "x"), name=lambda key: f"the program {key}")
+    assert raised.value.__notes__ == ["This program cannot be made: the program multiply"]
+
+
 @pytest.mark.parametrize("change", ["description", "key", "flags"])
 def test_what_a_program_depends_on_is_in_its_key(tmp_path, monkeypatch, change):
     from jaxserve.runner import program_store
