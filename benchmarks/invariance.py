@@ -347,6 +347,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
     offline.PROMPT, offline.OUTPUT = options.prompt, 129
     engine = object.__new__(Engine)
     engine.llm, engine.name, engine.params = llm, "jaxserve", SamplingParams
+    engine.steps = None
     config = json.loads((MODELS / options.model / "config.json").read_text())
     benchmark = Benchmark(engine, options.model, config, options.scale)
     benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
@@ -422,6 +423,9 @@ def main() -> int:
             with make_llm(options, invariant=invariant, **sizes) as llm:
                 if "cost" in parts:
                     costs[mode] = measure(llm, options)
+                    print(json.dumps({mode: costs[mode]}), flush=True)
+                    if options.save:
+                        options.save.write_text(json.dumps(costs, indent=1))
                     llm._core.scheduler.reset_prefix_cache()
                 if invariant and "bits" in parts:
                     found, expected = try_situations(llm, options, options.situations, mode="on")
@@ -436,12 +440,8 @@ def main() -> int:
                         found.compare(run(llm, [target])[0], bits, "restart")
                     print(f"restart: {found.line()}", flush=True)
                     ok = ok and found.different == 0
-    if options.save:
-        options.save.write_text(json.dumps(costs, indent=1))
     if len(costs) == 2:
         compare_cost(costs["on"], costs["off"])
-    elif costs:
-        print(json.dumps(costs), flush=True)
     return 0 if ok else 1
 
 
