@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +82,7 @@ def compile_all(
     total, done, lock = len(lowerings), 0, threading.Lock()
 
     @contextlib.contextmanager
-    def naming(key: Any) -> Iterator[None]:
+    def naming(key: Any) -> Generator[None, None, None]:
         try:
             yield
         except Exception as error:
