@@ -122,7 +122,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def coordinator() -> int:
-    return free_port()
+    return free_port(2)
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ class Team:
         self.ends: list[str] = []
         self.ended = threading.Event()
         self.result: Any = None
-        port = free_port()
+        port = free_port(2)
         self.hosts = Hosts("127.0.0.1", port, 2, 0)
         config = EngineConfig.from_kwargs(max_num_seqs=4)
         theirs = EngineConfig.from_kwargs(**{"max_num_seqs": 4, **others})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -19,10 +20,21 @@ FAKE_STACK = Path(__file__).parent / "fake_stack.py"
 KIB_PER_PAGE = 4
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def free_port(several: int = 1) -> int:
+    """A port that nobody listens on, nor on the ``several - 1`` that follow.
+
+    Where several are needed, they lie below those that the system hands out, to tests beside this one too.
+    """
+    while True:
+        port = 0 if several == 1 else random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as held:
+            try:
+                for offset in range(several):
+                    probe = held.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", port and port + offset))
+            except OSError:
+                continue
+            return probe.getsockname()[1] - several + 1
 
 
 class ServerProcess:
