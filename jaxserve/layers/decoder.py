@@ -254,7 +254,9 @@ class Decoder(nnx.Module):
         self, num_tokens: int, metadata: AttentionMetadata, kv_caches: list[KVCache]
     ) -> dict[AttentionOptions, Any]:
         """The backend's plan of this step, once for all layers with equal options."""
-        cache_of = {layer.attention.options: cache for layer, cache in zip(self.layers, kv_caches, strict=True)}
+        cache_of = {
+            layer.attention.options: cache for layer, cache in zip(self.layers, kv_caches, strict=True)
+        }
         if self.config.mla is not None:
             return dict.fromkeys(cache_of)
         heads = self.config.num_heads // self.context.tensor_parallel_size

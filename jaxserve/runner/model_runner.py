@@ -138,7 +138,9 @@ class JaxModelRunner:
         if not self.invariance.enabled:
             return
         devices = self.config.parallel_config.num_devices
-        if (why_not := self.invariance.why_not(model, self.backend, self.why_no_kernels, devices)) is not None:
+        if (
+            why_not := self.invariance.why_not(model, self.backend, self.why_no_kernels, devices)
+        ) is not None:
             raise ConfigError(why_not, param="batch_invariant")
         if self.config.scheduler_config.max_num_batched_tokens == 1:
             raise ConfigError(
@@ -367,7 +369,9 @@ class JaxModelRunner:
         if trial is not None and self._style.fixed_addresses:
             needed = self.programs.lacking(temporaries)
             if needed is not None:
-                logger.warning("Programs need %d MiB more than was estimated.", (needed - temporaries) / (1 << 20))
+                logger.warning(
+                    "Programs need %d MiB more than was estimated.", (needed - temporaries) / (1 << 20)
+                )
                 trial.store.note(trial.key(trial.largest), needed)
                 if (num_blocks := self._num_blocks(needed)) != self.num_blocks:
                     self._compile(num_blocks)

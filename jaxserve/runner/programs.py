@@ -373,7 +373,9 @@ class StepPrograms:
 
     def _lower_score(self) -> jax.stages.Lowered:
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
-        program = self._placement(LARGE_PRODUCTS).jit(score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED)
+        program = self._placement(LARGE_PRODUCTS).jit(
+            score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED
+        )
         return program.lower(self._params, self._hidden(SCORE_CHUNK), self._by_rank((SCORE_CHUNK,)))
 
     def _hidden(self, num_tokens: int) -> Abstract:

@@ -86,7 +86,10 @@ def hopper_all_reduce(num_devices: int) -> tuple[AllReduce | None, str | None]:
             f"the Hopper all-reduce is tuned for {' and '.join(table['devices'])} devices, not {num_devices}",
         )
     if jax.__version_info__ < (0, 11):
-        return None, f"the Hopper all-reduce needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
+        return (
+            None,
+            f"the Hopper all-reduce needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}",
+        )
     # Pallas' GPU half takes a while to import, and no other platform needs it.
     from pallas_kernels.all_reduce.gpu import GpuAllReduce
 
