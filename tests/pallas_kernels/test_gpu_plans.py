@@ -24,7 +24,7 @@ def metadata_of(rows, num_rows=16, num_tokens=16):
     return build_metadata(rows, tables, num_tokens, num_rows, width, np.zeros(num_tokens, np.int32))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=0, max_size=12),
     kv_heads=st.sampled_from([1, 2, 8]),
@@ -83,7 +83,7 @@ def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, sizes):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     decode=st.lists(st.integers(1, 400), max_size=4),
     rows=st.lists(st.tuples(st.integers(0, 700), st.integers(2, 300)), max_size=6),
