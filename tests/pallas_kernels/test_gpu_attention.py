@@ -112,8 +112,16 @@ DECODE = {
 }
 
 
+FURTHER = {"group of 9", "head of 80", "block of 128", "float8 cache", "int8 cache", "group of 3"}
+"""What other cases cover together with more."""
+
+
+def cases(table: dict[str, tuple]) -> list:
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in FURTHER)) for name in table]
+
+
 @needs_mosaic_gpu
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("name", cases(DECODE))
 def test_decode(name, capsys):
     batch, options = DECODE[name]
     batch = {"heads": 4, "kv_heads": 2, "head_size": 64, "seed": len(name), "config": SMALL, **batch}
@@ -153,7 +161,7 @@ MIXED = {
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", cases(MIXED))
 def test_mixed(name, capsys):
     batch, options = MIXED[name]
     defaults = {"heads": 4, "kv_heads": 2, "head_size": 64, "dtype": jnp.bfloat16, "seed": len(name)}

@@ -12,7 +12,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.runner import model_runner
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.xdist_group("kv_cache_types")]
 
 ENGINE = {
     "max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 8, "num_gpu_blocks_override": 40,
