@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.hopper import hopper_why_not
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -83,20 +85,9 @@ def dense_matmul_of(platform: str) -> tuple[DenseMatmul | None, str | None]:
     """The kernel of ``cpu``, ``gpu`` or ``tpu``, None where there is none and XLA computes everything, and why."""
     if platform != "gpu":
         return None, None
-    if (why_not := _hopper_why_not()) is not None:
+    if (why_not := hopper_why_not("the Hopper dense product")) is not None:
         return None, why_not
     # Pallas' GPU half takes a while to import, and no other platform needs it.
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
     return GpuDenseMatmul(), None
-
-
-def _hopper_why_not() -> str | None:
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 11):
-        return f"the Hopper dense product needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
-    device = jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", "none"))
-    if capability != "9.0":
-        return f"the Hopper dense product needs compute capability 9.0, {device.device_kind} has {capability}"
-    return None

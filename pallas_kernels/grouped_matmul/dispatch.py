@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul import blocked
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
 from pallas_kernels.grouped_matmul.gated import gated
 from pallas_kernels.grouped_matmul.route import Routed
+from pallas_kernels.hopper import hopper_why_not
 
 _OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -192,25 +193,12 @@ def grouped_matmul_of(platform: str) -> tuple[GroupedMatmul, str | None]:
 
         return WhereItCan(TpuGroupedMatmul(generation_of(jax.local_devices()[0].device_kind))), None
     if platform == "gpu":
-        if (why_not := _hopper_why_not()) is not None:
+        if (why_not := hopper_why_not("the Hopper grouped matmul")) is not None:
             return PORTABLE, why_not
         from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
 
         return WhereItCan(GpuGroupedMatmul()), None
     return PORTABLE, None
-
-
-def _hopper_why_not() -> str | None:
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < (0, 11):
-        return f"the Hopper grouped matmul needs jax >= 0.11 (Python >= 3.12), this is jax {jax.__version__}"
-    device = jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", "none"))
-    if capability != "9.0":
-        return (
-            f"the Hopper grouped matmul needs compute capability 9.0, {device.device_kind} has {capability}"
-        )
-    return None
 
 
 def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:

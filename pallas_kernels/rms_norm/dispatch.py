@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import hopper_why_not
+
 
 class RMSNorm(Protocol):
     """RMS norm (Zhang and Sennrich, 2019) over the last axis, in float32. Stateless: a static part of the model."""
@@ -124,12 +126,8 @@ class AddNorm(Protocol):
 
 def add_norm_of(platform: str) -> AddNorm | None:
     """The kernel of ``cpu``, ``gpu`` or ``tpu``; None where XLA does it."""
-    if platform != "gpu":
+    if platform != "gpu" or hopper_why_not("the Hopper norm") is not None:
         return None
-    from pallas_kernels.dense_matmul.dispatch import dense_matmul_of
-
-    if dense_matmul_of(platform)[1] is not None:
-        return None  # not a Hopper, or a JAX that lacks what its kernels need
     from pallas_kernels.rms_norm.gpu import GpuAddNorm
 
     return GpuAddNorm()

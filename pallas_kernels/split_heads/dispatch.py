@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
+from pallas_kernels.hopper import hopper_why_not
+
 
 class SplitHeads(Protocol):
     """Norm and rotation of heads, and their parting, in one kernel. Stateless: a static part of the model."""
@@ -33,12 +35,8 @@ class SplitHeads(Protocol):
 
 def split_heads_of(platform: str) -> SplitHeads | None:
     """The kernel of ``cpu``, ``gpu`` or ``tpu``; None where XLA does it."""
-    if platform != "gpu":
+    if platform != "gpu" or hopper_why_not("the Hopper kernel of heads") is not None:
         return None
-    from pallas_kernels.dense_matmul.dispatch import dense_matmul_of
-
-    if dense_matmul_of(platform)[1] is not None:
-        return None  # not a Hopper, or a JAX that lacks what its kernels need
     from pallas_kernels.split_heads.gpu import GpuSplitHeads
 
     return GpuSplitHeads()

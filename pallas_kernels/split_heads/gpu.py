@@ -52,17 +52,7 @@ class GpuSplitHeads:
     def __call__(
         self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, weights: jax.Array | None, eps: float
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normalise queries and keys (with ``weights``), rotate them, and part them from each other and the values.
-
-        Args:
-            qkv: [T, K, G + 2, D]: per KV head its G query heads, then its key, then its value.
-            cos, sin: float32 [T, D / 2]; the pair of element i is i + D / 2.
-            weights: [G + 1, D], of queries in the first row and of keys in the last; None normalises nothing.
-            eps: of the norms.
-
-        Returns:
-            [T, K G, D], [T, K, D] and [T, K, D] in qkv's type.
-        """
+        """See ``dispatch.SplitHeads``."""
         sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
         return _split(qkv, cos, sin, weights, eps, sms * self.ctas_per_sm, self.interpret)
 
