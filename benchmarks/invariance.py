@@ -22,14 +22,14 @@ cost   decode, prefill and greedy offline throughput with the mode on and off, a
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import random
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -332,14 +332,6 @@ def try_operations(options: argparse.Namespace) -> None:
 # --- cost -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def silent() -> Iterator[list[str]]:
-    """Keep what a part prints."""
-    lines: list[str] = []
-    with mock.patch("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args)))):
-        yield lines
-
-
 def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
     """Case -> value, as ``offline.py`` measures it."""
     import offline
@@ -351,7 +343,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
     config = json.loads((MODELS / options.model / "config.json").read_text())
     benchmark = Benchmark(engine, options.model, config, options.scale)
     benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
-    with silent():
+    with redirect_stdout(io.StringIO()):
         for rows in filter(None, options.decode.split(",")):
             benchmark.decode(int(rows))
         for case in filter(None, options.prefill.split(",")):
