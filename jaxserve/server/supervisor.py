@@ -35,6 +35,9 @@ POLL_SECONDS = 0.1
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 ENGINE_DIED = b"D"
 """What a server reads from its stdin when the core died."""
+CLEAN_EXIT_CODES = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Of servers that were asked to end. One that was still starting ends by the signal itself, or, once it handles signals,
+with the code that says so: it had no requests yet, so nothing is lost with it."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,7 @@ def _watch(core: CoreClient, servers: list[APIServer], stop: StopSignals, config
         time.sleep(POLL_SECONDS)
     codes = [server.exit_code for server in servers]
     stop.on_first = None
-    # A server that was still starting, and had no handler yet, ends by the signal itself: nothing is lost with it.
-    clean = all(code in (0, -signal.SIGTERM) for code in codes)
+    clean = all(code in CLEAN_EXIT_CODES for code in codes)
     return 0 if asked and core.error is None and clean else 1
 
 
