@@ -25,6 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    """Serve until told to stop. The exit code; no exception leaves: the interpreter's own end may wait for threads."""
+    try:
+        return _serve()
+    except SystemExit as stopped:  # a signal while it was loading
+        return stopped.code if isinstance(stopped.code, int) else 1
+    except EOFError as error:
+        logger.debug("%s", error)
+    except Exception:
+        logger.exception("An API server ends")
+    return 1
+
+
+def _serve() -> int:
     stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 it stays open
     size = int.from_bytes(_read_exactly(stdin.fileno(), 8), "little")
     task: ServerTask = pickle.loads(_read_exactly(stdin.fileno(), size))
@@ -40,6 +53,7 @@ def main() -> int:
             task.model_names,
             model_root=task.model_root,
             chat_template=task.chat_template,
+            supervised=True,
         )
     except JaxserveError as error:
         logger.error("API server %d: %s", task.core.client, error)

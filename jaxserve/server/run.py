@@ -76,9 +76,13 @@ def serve_on(
     *,
     model_root: str | None = None,
     chat_template: str | None = None,
+    supervised: bool = False,
 ) -> int:
-    """``run_server`` on a socket that is bound already; it is closed in the end."""
-    stop = StopSignals()
+    """``run_server`` on a socket that is bound already; it is closed in the end.
+
+    ``supervised``: whoever started this process ends it where it has to end at once, not a second signal.
+    """
+    stop = StopSignals(second_exits=not supervised)
     with stop.handled(), contextlib.closing(sock):
         engine: EngineClient | None = None
         try:
@@ -87,6 +91,7 @@ def serve_on(
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_serve(app, engine, sock, config, stop))
         finally:
+            stop.ending()
             if engine is not None:
                 engine.shutdown()
                 logger.info("Stopped.")
@@ -199,12 +204,30 @@ def _address_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: while loading they end the process, while serving the first one drains."""
+    """SIGTERM and SIGINT: while loading they end the process, while serving the first one drains.
 
-    def __init__(self) -> None:
-        self.on_first: Callable[[], None] | None = None
-        """Begins draining. Unset while there is nothing to drain."""
+    Args:
+        second_exits: whether a second signal ends the process at once, else it is ignored. A process manager that
+            signals a whole group reaches an API server twice: itself, and through the supervisor.
+    """
+
+    def __init__(self, *, second_exits: bool = True) -> None:
+        self._second_exits = second_exits
+        self._on_first: Callable[[], None] | None = None
+        """Unset while there is nothing to drain."""
         self._received = 0
+
+    def drain_with(self, begin: Callable[[], None]) -> None:
+        """From now on the first signal calls ``begin``, which begins draining."""
+        self._on_first = begin
+        if self._received:
+            # It came while loading and should have ended the process, but Python drops an exception that is raised
+            # in a ``__del__`` or a weak reference's callback.
+            begin()
+
+    def ending(self) -> None:
+        """From now on the first signal changes nothing: the process ends already."""
+        self._on_first = lambda: None
 
     @contextlib.contextmanager
     def handled(self) -> Generator[None, None, None]:
@@ -219,10 +242,12 @@ class StopSignals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._received += 1
         if self._received > 1:
-            _exit_now(number)
-        if self.on_first is None:
+            if self._second_exits:
+                _exit_now(number)
+        elif self._on_first is None:
             raise SystemExit(128 + number)
-        self.on_first()
+        else:
+            self._on_first()
 
 
 def _exit_now(number: int) -> None:
@@ -262,14 +287,14 @@ async def _serve(
     def begin_draining() -> None:
         loop.call_soon_threadsafe(drain.begin)
 
-    stop.on_first = begin_draining
+    stop.drain_with(begin_draining)
     watcher = asyncio.create_task(_watch_engine(engine, drain))
     try:
         await server.serve(sockets=[sock])
     except OSError as error:  # another process began to listen here while the engine loaded
         raise _address_error(config.host, config.port, error) from None
     finally:
-        stop.on_first = None
+        stop.ending()
         watcher.cancel()
     return 0 if engine.errored is None else 1
 

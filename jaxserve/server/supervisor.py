@@ -35,9 +35,11 @@ POLL_SECONDS = 0.1
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 ENGINE_DIED = b"D"
 """What a server reads from its stdin when the core died."""
+END_SECONDS = 3 * ABORT_GRACE_SECONDS
+"""What a server has beyond ``shutdown_timeout`` to abort what still runs, cut connections off and close its engine."""
 CLEAN_EXIT_CODES = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Of servers that were asked to end. One that was still starting ends by the signal itself, or, once it handles signals,
-with the code that says so: it had no requests yet, so nothing is lost with it."""
+"""Of servers that were asked to end. One that was still starting ends by the signal itself, or, once it handles
+signals, with the code that says so: it had no requests yet, so nothing is lost with it."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def run_servers(
             )  # fmt: skip
             for address in core.addresses[1:]:
                 servers.append(APIServer(replace(task, core=address), metrics_folder))
-            return _watch(core, servers, stop, config)
+            return watch(core, servers, stop, config)
         finally:
+            stop.ending()
             for server in servers:
                 server.kill()
             if core is not None:
@@ -181,27 +184,32 @@ class APIServer:
         cast("IO[bytes]", self._process.stdin).close()
 
 
-def _watch(core: CoreClient, servers: list[APIServer], stop: StopSignals, config: ServerConfig) -> int:
+def watch(core: CoreClient, servers: Sequence[APIServer], stop: StopSignals, config: ServerConfig) -> int:
     """Wait until asked to stop or until one is missing; then end the rest. The exit code."""
     asked: list[bool] = []
-    stop.on_first = lambda: asked.append(True)
     core.listen(lambda _: None, lambda error: logger.error("The engine has stopped: %s", error))
+    stop.drain_with(lambda: asked.append(True))
     while not asked and core.error is None and all(server.exit_code is None for server in servers):
         time.sleep(POLL_SECONDS)
+    died = [] if asked else [server for server in servers if server.exit_code is not None]
+    for server in died:
+        logger.error("API server %d ended with code %d.", server.index, server.exit_code)
     for server in servers:
-        if server.exit_code is not None:
-            logger.error("API server %d ended with code %d.", server.index, server.exit_code)
-        elif core.error is not None:
+        if core.error is not None:
             server.engine_died()
         else:
             server.drain()
-    deadline = time.monotonic() + config.shutdown_timeout + 2 * ABORT_GRACE_SECONDS
+    deadline = time.monotonic() + config.shutdown_timeout + END_SECONDS
     while any(server.exit_code is None for server in servers) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    codes = [server.exit_code for server in servers]
-    stop.on_first = None
-    clean = all(code in CLEAN_EXIT_CODES for code in codes)
-    return 0 if asked and core.error is None and clean else 1
+    stop.ending()
+    failed = [server for server in servers if server.exit_code not in CLEAN_EXIT_CODES]
+    for server in failed if core.error is None else ():
+        if server.exit_code is None:
+            logger.error("API server %d does not end; it is killed.", server.index)
+        elif server not in died:
+            logger.error("API server %d ended with code %d.", server.index, server.exit_code)
+    return 0 if asked and core.error is None and not failed else 1
 
 
 def dead_core() -> EngineDeadError:

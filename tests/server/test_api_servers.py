@@ -17,9 +17,10 @@ from server_process import ServerProcess, server_process
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve.config import ServerConfig
-from jaxserve.errors import ConfigError
-from jaxserve.server.run import bind_socket
-from jaxserve.server.supervisor import bind_shared
+from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.server import supervisor
+from jaxserve.server.run import StopSignals, bind_socket
+from jaxserve.server.supervisor import CLEAN_EXIT_CODES, bind_shared, watch
 
 pytestmark = pytest.mark.anyio
 
@@ -127,6 +128,82 @@ def test_a_port_that_other_servers_share_is_refused():
         first.listen()
         with pytest.raises(ConfigError, match="in use"):
             bind_shared(ServerConfig(port=first.getsockname()[1]))
+
+
+class StubServer:
+    """An API server that ends as it is told to.
+
+    Args:
+        ends: its exit code once it is asked to end; None never ends.
+        code: its exit code so far.
+    """
+
+    def __init__(self, ends: int | None = 0, code: int | None = None) -> None:
+        self.index = 1
+        self.exit_code = code
+        self._ends = ends
+
+    def drain(self) -> None:
+        if self.exit_code is None:
+            self.exit_code = self._ends
+
+    engine_died = drain
+
+
+class StubCore:
+    """A core that lives, or died before anybody listened."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def listen(self, on_outputs: Any, on_death: Any) -> None:
+        pass
+
+
+def verdict(*servers: StubServer, asked: bool = True, error: Exception | None = None) -> int:
+    stop = StopSignals()
+    with stop.handled():
+        if asked:  # while it was starting, where an exception is lost
+            with contextlib.suppress(SystemExit):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return watch(StubCore(error), servers, stop, ServerConfig(shutdown_timeout=0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", CLEAN_EXIT_CODES)
+def test_servers_that_end_as_asked(code: int, caplog: pytest.LogCaptureFixture):
+    """By themselves, by the signal while they start, or with the code that stands for it; also before the others."""
+    assert verdict(StubServer(0), StubServer(code), StubServer(code=code)) == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("code", [1, 2, -signal.SIGKILL, 120])
+def test_a_server_that_fails_at_the_end(code: int, caplog: pytest.LogCaptureFixture):
+    assert verdict(StubServer(0), StubServer(code)) == 1
+    assert caplog.messages == [f"API server 1 ended with code {code}."]
+
+
+def test_a_server_that_does_not_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.01)
+    assert verdict(StubServer(0), StubServer(None)) == 1
+    assert caplog.messages == ["API server 1 does not end; it is killed."]
+
+
+@pytest.mark.parametrize("code", CLEAN_EXIT_CODES)
+def test_nobody_asked_for_the_end(code: int, caplog: pytest.LogCaptureFixture):
+    assert verdict(StubServer(0), StubServer(code=code), asked=False) == 1
+    assert caplog.messages == [f"API server 1 ended with code {code}."]
+    assert verdict(StubServer(0), asked=False, error=EngineDeadError("gone")) == 1
+
+
+def test_a_second_signal_to_a_supervised_server():
+    """Its group was signalled, and then its supervisor asked it: it goes on draining."""
+    begun: list[bool] = []
+    stop = StopSignals(second_exits=False)
+    with stop.handled():
+        stop.drain_with(lambda: begun.append(True))
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert begun == [True]
 
 
 @pytest.mark.slow
