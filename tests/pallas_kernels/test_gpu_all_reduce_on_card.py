@@ -53,7 +53,9 @@ class Devices:
         """Of one device's parts, in a program whose devices start together (see ``GpuAllReduce``)."""
 
         def met(peers: jax.Array, *arrays: jax.Array) -> Any:
-            one = lax.psum(arrays[0].reshape(-1)[:128].astype(jnp.float32) * 0 + 1, "model")[0] / self.count
+            # What is no number would stay none if multiplied by zero.
+            finite = jnp.isfinite(arrays[0].reshape(-1)[:128]).astype(jnp.float32)
+            one = lax.psum(finite * 0 + 1, "model")[0] / self.count
             first = arrays[0][0] * one.astype(arrays[0].dtype)
             results = function(peers[0], first, *(each[0] for each in arrays[1:]))
             return jax.tree.map(lambda leaf: leaf[None], results)
