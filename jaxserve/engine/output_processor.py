@@ -116,19 +116,49 @@ class OutputProcessor:
         now = time.monotonic() if timestamp is None else timestamp
         processed = ProcessedOutputs([], [], [])
         changed: list[RequestState] = []
+        completions, traced = self._completions, self.tracer is not None
+        num_tokens = num_rows = 0
+        last = -1.0  # when the rows counted in num_rows had their previous tokens: nearly always all at once
         for output in outputs:
-            completion = self._completions.get(output.request_id)
+            completion = completions.get(output.request_id)
             if completion is None:
                 continue
             state = completion.request
+            ids = output.new_token_ids
+            if (
+                output.finish_reason is None
+                and completion.plain
+                and ids
+                and completion.num_tokens
+                and output.prompt_logprobs is None
+                and output.error is None
+                and not traced
+            ):  # ``_append``, written out for what nearly all outputs are
+                num_tokens += len(ids)
+                if completion.last_token_time != last:
+                    self._count_gaps(now - last, num_rows)
+                    last, num_rows = completion.last_token_time, 0
+                num_rows += 1
+                times = state.metrics
+                completion.last_token_time = times.last_token_time = now
+                times.num_generation_tokens += len(ids)
+                if output.num_preemptions > times.num_preemptions:
+                    times.num_preemptions = output.num_preemptions
+                completion.append_plain(ids)
+                if state.streams and not state.changed:
+                    state.changed = True
+                    changed.append(state)
+                continue
             if output.error is not None:
                 self._fail(completion, output, processed)
                 continue
             if self._append(completion, output, now):
                 processed.request_ids_to_abort.append(output.request_id)
-            if not state.changed and (state.num_running == 0 or (output.new_token_ids and state.streams)):
+            if not state.changed and (state.num_running == 0 or (ids and state.streams)):
                 state.changed = True
                 changed.append(state)
+        self._step_tokens += num_tokens
+        self._count_gaps(now - last, num_rows)
         if self._step_tokens:
             if self.metrics is not None:
                 self.metrics.record_step_tokens(self._step_tokens, self._step_gaps)
@@ -206,9 +236,13 @@ class OutputProcessor:
                 metrics.record_prompt(len(state.prompt_token_ids), output.num_cached_tokens, waited)
         self._step_tokens += num_tokens
         if completion.num_tokens:
-            since = now - completion.last_token_time
-            self._step_gaps[since] = self._step_gaps.get(since, 0) + 1
+            self._count_gaps(now - completion.last_token_time, 1)
         completion.last_token_time = times.last_token_time = now
+
+    def _count_gaps(self, seconds: float, count: int) -> None:
+        """So many completions have new tokens, ``seconds`` after their previous ones."""
+        if count:
+            self._step_gaps[seconds] = self._step_gaps.get(seconds, 0) + count
 
     def _unqueue(self, request_id: str) -> None:
         self.num_queued_tokens -= self._queued_tokens.pop(request_id, 0)

@@ -29,7 +29,7 @@ class CompletionState:
     __slots__ = (
         "_cumulative_logprob", "_detokenizer", "_ids", "_include_stop", "_logprobs", "_min_tokens",
         "_new_ids", "_new_logprobs", "_new_text", "_pieces", "_stop", "_text", "_wants_logprobs", "core_id",
-        "finish_reason", "index", "last_token_time", "num_tokens", "request", "stop_reason", "taken",
+        "finish_reason", "index", "last_token_time", "num_tokens", "plain", "request", "stop_reason", "taken",
     )  # fmt: skip
 
     def __init__(self, request: RequestState, index: int, core_id: str, pieces: Pieces | None) -> None:
@@ -57,6 +57,8 @@ class CompletionState:
         self._stop = StopChecker(params.stop, self._include_stop) if params.stop else None
         self._min_tokens = params.min_tokens
         self._wants_logprobs = params.logprobs is not None
+        self.plain = self._stop is None and not self._wants_logprobs
+        """Whether tokens that do not end it are taken as they come: nothing is searched in them or told of them."""
         self._cumulative_logprob = 0.0
         self._ids: list[int] = []
         self._text = ""
@@ -81,7 +83,7 @@ class CompletionState:
             self.num_tokens += len(ids)
             if output.new_logprobs and self._wants_logprobs:
                 self._add_logprobs(output.new_logprobs, [b""] * len(ids))
-        elif finish is None and self._stop is None and not self._wants_logprobs:
+        elif finish is None and self.plain:
             self.num_tokens += len(ids)
             text = detokenizer.update(ids)
             if text:
@@ -97,6 +99,14 @@ class CompletionState:
         if found is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP.value, found
         return found is not None and finish is None
+
+    def append_plain(self, ids: list[int]) -> None:
+        """``append`` of tokens that do not end a ``plain`` completion."""
+        self.taken = False
+        self._new_ids += ids
+        self.num_tokens += len(ids)
+        if self._detokenizer is not None and (text := self._detokenizer.update(ids)):
+            self._new_text.append(text)
 
     def abort(self) -> None:
         """End it early; the text that was held back is shown."""
@@ -171,7 +181,7 @@ class RequestState:
     __slots__ = (
         "_kind", "_pieces", "_prompt_logprobs", "_wants_prompt_logprobs", "changed", "completions", "metrics",
         "num_cached_tokens", "num_running", "parent_trace", "prompt", "prompt_token_ids", "queue", "request_id",
-        "sampling_params",
+        "sampling_params", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +199,8 @@ class RequestState:
         self.changed = False
         """Whether there is an output to take."""
         self._kind = self.sampling_params.output_kind
+        self.streams = self._kind is not RequestOutputKind.FINAL_ONLY
+        """Whether outputs are wanted before the request has finished."""
         self._pieces = pieces if self.sampling_params.detokenize else None
         self._wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -201,11 +213,6 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return self.num_running == 0
-
-    @property
-    def streams(self) -> bool:
-        """Whether outputs are wanted before the request has finished."""
-        return self._kind is not RequestOutputKind.FINAL_ONLY
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the next prompt positions; the first position has none."""

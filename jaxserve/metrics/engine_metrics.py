@@ -93,11 +93,7 @@ class EngineMetrics:
     def record_stats(self, stats: SchedulerStats) -> None:
         """Take the scheduler's state after a step; its counters are totals since the engine's start."""
         last, self._last = self._last, stats
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._waiting_for_room.set(stats.num_waiting - stats.num_deferred)
-        self._deferred.set(stats.num_deferred)
-        self._cache_usage.set(stats.kv_cache_usage)
+        self._record_state(last, stats)
         for counter, before, now in (
             (self._cache_queries, last.prefix_cache_queries, stats.prefix_cache_queries),
             (self._cache_hits, last.prefix_cache_hits, stats.prefix_cache_hits),
@@ -107,14 +103,25 @@ class EngineMetrics:
             if now > before:
                 counter.inc(now - before)
         if stats.step_tokens:
-            self._iteration_tokens.observe(stats.step_tokens)
-            self._step_host.observe(max(0.0, stats.step_host_seconds))
+            self._iteration_tokens.observe_many(stats.step_tokens, 1)
+            self._step_host.observe_many(max(0.0, stats.step_host_seconds), 1)
         if stats.step_device_seconds > 0:
-            self._step_device.observe(stats.step_device_seconds)
+            self._step_device.observe_many(stats.step_device_seconds, 1)
         if stats.step_padded_tokens:
             self._count_shape(stats.step_padded_tokens, stats.step_padding_tokens)
         if stats.step_expert_imbalance > 0:
             self._expert_imbalance.observe(stats.step_expert_imbalance)
+
+    def _record_state(self, last: SchedulerStats, stats: SchedulerStats) -> None:
+        """Set the gauges that changed: nobody else sets them, and in most steps of a batch that decodes none does."""
+        if stats.num_running != last.num_running:
+            self._running.set(stats.num_running)
+        if stats.num_waiting != last.num_waiting or stats.num_deferred != last.num_deferred:
+            self._waiting.set(stats.num_waiting)
+            self._waiting_for_room.set(stats.num_waiting - stats.num_deferred)
+            self._deferred.set(stats.num_deferred)
+        if stats.kv_cache_usage != last.kv_cache_usage:
+            self._cache_usage.set(stats.kv_cache_usage)
 
     def _count_shape(self, num_tokens: int, num_padding: int) -> None:
         steps = self._steps_by_shape.get(num_tokens)
@@ -122,7 +129,8 @@ class EngineMetrics:
             steps = self._steps.labels(num_tokens=str(num_tokens), **self._labels)
             self._steps_by_shape[num_tokens] = steps
         steps.inc()
-        self._padding.inc(num_padding)
+        if num_padding:
+            self._padding.inc(num_padding)
 
     def record_prompt(
         self, num_prompt_tokens: int, num_cached_tokens: int, time_to_first_token: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -551,3 +552,69 @@ def test_streams_of_any_step_size_equal_the_whole(token_ids, stop, include, skip
     assert run(DELTA, ones) == run(CUMULATIVE, ones) == run(DELTA, [*sizes, len(token_ids)]) == whole
     if whole[1] == "length":
         assert whole[0] == TOKENIZER.backend.decode(token_ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outputs_that_end_nothing_are_taken_like_any(seed):
+    """The way written out for most outputs gives what the general one does, metrics included."""
+    rng = random.Random(seed)
+    harnesses = [Harness(metrics=EngineMetrics("m", 1000)) for _ in range(2)]
+    made, running = 0, {}
+    for step in range(60):
+        if made < 40 and rng.random() < 0.7:
+            params = {
+                "n": rng.choice((1, 1, 2)), "temperature": 1.0, "output_kind": rng.choice((*RequestOutputKind,)),
+                "stop": rng.choice((None, None, "ab")), "logprobs": rng.choice((None, None, 1)),
+                "detokenize": True, "min_tokens": rng.choice((0, 3)), "max_tokens": 500,
+                "prompt_logprobs": rng.choice((None, 1)),
+            }  # fmt: skip
+            if params["stop"] is None:
+                params["detokenize"] = rng.random() < 0.7
+            for harness in harnesses:
+                harness.add(f"r{made}", **params)
+            completions = harnesses[1].output._requests[f"r{made}"].completions
+            for completion in completions:
+                completion.plain = False
+            running |= {completion.core_id: params for completion in completions}
+            made += 1
+        outputs = [
+            random_output(rng, core_id, params) for core_id, params in running.items() if rng.random() < 0.9
+        ]
+        results = [harness.step(*outputs, at=2.0 + step / 4) for harness in harnesses]
+        assert results[0] == results[1]
+        assert harnesses[0].aborted == harnesses[1].aborted
+        assert list(map(repr, harnesses[0].failures)) == list(map(repr, harnesses[1].failures))
+        assert harnesses[0].output._completions.keys() == harnesses[1].output._completions.keys()
+        running = {key: value for key, value in running.items() if key in harnesses[0].output._completions}
+    snapshots = [harness.output.metrics.snapshot() for harness in harnesses]
+    assert without_times(snapshots[0]) == without_times(snapshots[1])
+    assert made > 20
+
+
+def test_a_traced_request_s_detokenizing_is_timed():
+    harness = Harness(tracer=object())
+    harness.add(output_kind=CUMULATIVE)
+    harness.step(out(ids("a")))
+    (output,) = harness.step(out(ids("b")))
+    before = output.metrics.detokenize_seconds
+    (output,) = harness.step(out(ids("c")))
+    assert output.metrics.detokenize_seconds > before > 0
+
+
+def random_output(rng: random.Random, core_id: str, params: dict[str, Any]) -> EngineCoreOutput:
+    """What a core might say: mostly one token, sometimes several, an end, an error or nothing but log probabilities."""
+    if rng.random() < 0.02:
+        reason = rng.choice((None, FinishReason.ERROR))
+        return EngineCoreOutput(core_id, rng.choice(([], [5])), finish_reason=reason, error="broken")
+    if rng.random() < 0.05:
+        return out(rng.choice(([], [5])), core_id, prompt_logprobs=logprobs_of([5]))
+    token_ids = ids("".join(rng.choices("ab é€", k=rng.choice((1, 1, 1, 2, 4)))))[: rng.choice((1, 1, 2, 4))]
+    return out(
+        token_ids, core_id, rng.choices((None, "stop", "length"), (0.94, 0.03, 0.03))[0],
+        new_logprobs=logprobs_of(token_ids) if params["logprobs"] or rng.random() < 0.1 else None,
+        num_preemptions=rng.choice((0, 0, 0, 2)), num_cached_tokens=rng.choice((0, 4)), first_scheduled_time=1.5,
+    )  # fmt: skip
+
+
+def without_times(metrics: Sequence[Any]) -> list[Any]:
+    return [metric for metric in metrics if not metric.name.endswith("_created")]

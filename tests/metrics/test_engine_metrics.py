@@ -31,6 +31,32 @@ def test_gauges_show_the_last_state(metrics):
     assert value(metrics, "kv_cache_usage_perc") == 0.5
 
 
+def test_gauges_follow_every_change(metrics):
+    """They are set where they changed alone."""
+    for waiting, deferred, running in (
+        (0, 0, 0),
+        (5, 0, 1),
+        (5, 3, 1),
+        (4, 3, 1),
+        (4, 3, 0),
+        (0, 0, 0),
+        (0, 0, 2),
+    ):
+        metrics.record_stats(
+            SchedulerStats(
+                num_running=running, num_waiting=waiting, num_deferred=deferred, kv_cache_usage=running / 4
+            )
+        )
+        assert value(metrics, "num_requests_running") == running
+        assert value(metrics, "num_requests_waiting") == waiting
+        by_reason = {
+            reason: value(metrics, "num_requests_waiting_by_reason", reason=reason)
+            for reason in ("capacity", "deferred")
+        }
+        assert by_reason == {"capacity": waiting - deferred, "deferred": deferred}
+        assert value(metrics, "kv_cache_usage_perc") == running / 4
+
+
 def test_counters_follow_totals(metrics):
     totals = {"prefix_cache_queries": 10, "prefix_cache_hits": 4, "num_preemptions": 1, "num_compilations": 2}
     metrics.record_stats(SchedulerStats(**totals))
