@@ -27,7 +27,7 @@ class Request:
 
     __slots__ = (
         "all_token_ids", "arrival_time", "bad_words_token_ids", "block_hashes", "block_ids", "cache_salt",
-        "data_rank", "detects_repetition", "eos_token_ids", "finish_reason", "first_scheduled_time", "grammar",
+        "data_rank", "detects_repetition", "draw", "eos_token_ids", "finish_reason", "first_scheduled_time", "grammar",
         "has_appended", "max_computed_tokens", "max_tokens",
         "needs_sync", "next_cache_at", "num_cached_tokens", "num_computed_tokens", "num_inflight_tokens",
         "num_preemptions", "num_prompt_tokens", "num_sent_logprobs", "num_slots", "order", "priority",
@@ -60,6 +60,8 @@ class Request:
         """Whether the host must have read the last token before the next step."""
         self.detects_repetition: bool = params.repetition_detection is not None
         """Whether every token may be the last."""
+        self.draw: int = 0
+        """A ``scheduler.bursts.Draw``, set where there are bursts."""
         eos_token_ids = () if params.ignore_eos else core_request.eos_token_ids
         self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
         self.stop_token_ids: frozenset[int] = self.eos_token_ids | frozenset(params.stop_token_ids or ())

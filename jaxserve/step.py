@@ -101,6 +101,10 @@ class SchedulerOutput:
     ``num_decode_rows_by_rank`` of each (they add up to ``num_decode_rows``), then the rest rank by rank. The
     limits of a step (rows, tokens) hold for each rank by itself.
 
+    A *burst* is ``num_decode_steps`` > 1 decode steps in one dispatch, each of which samples what the next one
+    computes. All its rows decode, ``num_scheduled_tokens`` says in how many of its steps a row takes part, and the
+    rows are in descending order of that. Within ``RunnerInfo.bursts`` only.
+
     ``appended_token_ids``: of rows that are in the batch already, the tokens from ``num_computed_tokens`` on, where
     the scheduler appended some that were not sampled. The first was; the runner knows nothing of the others.
     ``token_masks``: of the rows that sample, those that a grammar constrains.
@@ -119,6 +123,7 @@ class SchedulerOutput:
     replayed_request_ids: set[str] = field(default_factory=set)
     num_decode_rows_by_rank: tuple[int, ...] = ()
     """One number per rank; empty in a step without tokens."""
+    num_decode_steps: int = 1
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -142,7 +147,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step produced, per request. ``failed`` names requests whose part of the step failed, with the
-    reason."""
+    reason. A burst brings each row as many tokens as it has steps."""
 
     step_id: int
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -188,6 +193,18 @@ class ModelRunner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BurstLimits:
+    """The bursts that a runner takes (``SchedulerOutput``). Their rows are greedy or draw in one of two ways: all those
+    that draw have a top-k of at most ``max_top_k``, or all draw from the whole distribution. None needs more of the
+    sampler than that."""
+
+    num_steps: int
+    """Decode steps of each; at most a block's tokens."""
+    max_rows: int
+    max_top_k: int
+
+
 @dataclass(slots=True)
 class RunnerInfo:
     """What the runner resolved while starting."""
@@ -206,6 +223,8 @@ class RunnerInfo:
     separate_paths: bool = False
     """A token's keys and values must not depend on the step that computes it, and the decoding rows' path gives other
     bits than the other rows': see ``SchedulerOutput``."""
+    bursts: BurstLimits | None = None
+    """None: a step is one step."""
 
 
 # --- server <-> engine core (msgpack) -----------------------------------------------------------------------

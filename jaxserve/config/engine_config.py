@@ -117,6 +117,11 @@ class SchedulerConfig:
     )
     scheduling_policy: str = setting("fcfs", "Order of waiting requests.", choices=("fcfs", "priority"))
     async_scheduling: bool = setting(True, "Dispatch a step before the last one's tokens are read.")
+    num_scheduler_steps: int | None = setting(
+        None,
+        "Decode steps in one dispatch while no request waits and at most 32 run; tokens then arrive that many at a "
+        "time. Default: 4 on GPUs for models so small that the host would take longer than the device, else 1.",
+    )
     max_num_queued_reqs: int | None = setting(
         None, "Refuse requests (503) when this many wait. Default: no limit."
     )
@@ -128,6 +133,7 @@ class SchedulerConfig:
         check_choices(self)
         check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
         check_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
+        check_at_least(self, 1, "num_scheduler_steps")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class EngineCore:
             self._mask_filler,
             info.data_parallel_size,
             info.separate_paths,
+            info.bursts,
         )
         rank_tokens = (info.num_blocks - 1) * info.block_size  # a request is on one rank
         longest = [info.max_model_len - 1, rank_tokens]

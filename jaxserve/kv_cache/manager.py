@@ -97,6 +97,10 @@ class KVCacheManager:
         """Whether a request of ``num_tokens`` could be held if no other ran, however small its steps."""
         return self._num_blocks_held(num_tokens, 1) < self.pool.num_blocks
 
+    def has_block_for_each(self, num_requests: int) -> bool:
+        """Whether so many running requests could each have another block, of every group, with nobody preempted."""
+        return num_requests * len(self._managers) <= self.pool.num_free
+
     def num_allocatable_tokens(self, request: Request, hit: PrefixHit | None = None) -> int:
         """Tokens that could be added to the request now: the room in its last block, and all free blocks.
 

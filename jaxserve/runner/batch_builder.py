@@ -12,7 +12,7 @@ from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.input_batch import InputBatch, TablePatches
 from jaxserve.runner.step_layout import FROM_DEVICE, StepLayout
 from jaxserve.sampling.metadata import COLUMN, make_table, step_features
-from jaxserve.step import SchedulerOutput
+from jaxserve.step import BurstLimits, SchedulerOutput
 
 
 class ScheduledRows(Protocol):
@@ -30,6 +30,9 @@ class ScheduledRows(Protocol):
     @property
     def replayed_request_ids(self) -> Collection[str]: ...
 
+    @property
+    def num_decode_steps(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class RankRows:
@@ -39,6 +42,7 @@ class RankRows:
     num_decode_rows: int
     samples: Collection[str]
     replayed_request_ids: Collection[str] = ()
+    num_decode_steps: int = 1
 
 
 def split_by_rank(
@@ -73,16 +77,35 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Builds buffers in the shapes of the bucket table, for one rank at a time."""
+    """Builds buffers in the shapes of the bucket table, for one rank at a time.
 
-    def __init__(self, table: BucketTable, block_size: int, max_num_seqs: int) -> None:
+    Args:
+        table: of the steps' shapes.
+        block_size: tokens in a block.
+        max_num_seqs: S.
+        bursts: what is taken of them; None: none are built.
+    """
+
+    def __init__(
+        self, table: BucketTable, block_size: int, max_num_seqs: int, bursts: BurstLimits | None = None
+    ) -> None:
         self.table = table
         self.max_num_seqs = max_num_seqs
         self.layouts = {bucket: StepLayout(bucket, block_size, max_num_seqs) for bucket in table.buckets}
+        self.burst_layouts: dict[Bucket, StepLayout] = {}
+        """Of the buckets that bursts may have, in ascending order."""
+        if bursts is not None:
+            most = min(bursts.max_rows, max_num_seqs)
+            largest = table.smallest(most, most, decode_only=True)
+            self.burst_layouts = {
+                bucket: StepLayout(bucket, block_size, max_num_seqs, bursts.num_steps)
+                for bucket in table.decode or table.mixed
+                if bucket <= largest
+            }
 
-    def padding(self, bucket: Bucket) -> np.ndarray:
+    def padding(self, bucket: Bucket, *, burst: bool = False) -> np.ndarray:
         """A buffer without a single live row: writes nothing, samples nothing. For warm-up."""
-        layout = self.layouts[bucket]
+        layout = (self.burst_layouts if burst else self.layouts)[bucket]
         buffer = np.zeros(layout.size, np.int32)
         fields = layout.split(buffer)
         fields["row_index"][:] = self.max_num_seqs
@@ -116,13 +139,15 @@ class BatchBuilder:
         Args:
             batch: the persistent rows.
             step: what is scheduled.
-            decode_only: whether a program for rows of one token alone will run it; None: if all rows are.
+            decode_only: whether a program for rows of one token alone (or a burst's) will run it; None: if all are.
             bucket: the step's, where other ranks have a say in it; None: the smallest that holds these rows.
         """
         request_ids = list(step.num_scheduled_tokens)
         num_rows = len(request_ids)
         rows = np.fromiter(map(batch.row_of.__getitem__, request_ids), np.int32, num_rows)
-        counts = np.fromiter(step.num_scheduled_tokens.values(), np.int32, num_rows)
+        scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int32, num_rows)
+        burst = step.num_decode_steps > 1
+        counts = np.ones_like(scheduled) if burst else scheduled
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         num_tokens = int(starts[-1])
@@ -130,7 +155,7 @@ class BatchBuilder:
             decode_only = step.num_decode_rows == num_rows
         if bucket is None:
             bucket = self.table.smallest(num_tokens, num_rows, decode_only=decode_only)
-        layout = self.layouts[bucket]
+        layout = (self.burst_layouts if burst else self.layouts)[bucket]
         buffer = np.empty(layout.size, np.int32)
         fields = layout.split(buffer)
         computed = batch.num_computed_tokens[rows]
@@ -146,8 +171,10 @@ class BatchBuilder:
         features = int(step_features(fields["sampling"]))
         fields["step_features"][0] = features
         fields["bucket_rows"][0] = bucket.num_rows
+        if burst:
+            fields["live_rows"][:] = (scheduled[:, None] > np.arange(layout.num_steps)).sum(axis=0)
         early = self._write_patches(fields, layout, batch.patches.take())
-        batch.num_computed_tokens[rows] += counts
+        batch.num_computed_tokens[rows] += scheduled
         return StepBatch(bucket, buffer, request_ids, rows, starts, features, early)
 
     def _write_tokens(

@@ -24,6 +24,7 @@ from jaxserve.models import Model, build
 from jaxserve.models.functional import PEERS, PEERS_SPEC
 from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import BucketTable
+from jaxserve.runner.bursts import choose_bursts
 from jaxserve.runner.compilation import CompilationCounter, program_folder
 from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
 from jaxserve.runner.invariance import Invariance
@@ -45,6 +46,7 @@ from jaxserve.runner.programs import (
     ProgramStyle,
     StepPrograms,
     StepVariant,
+    burst_variants,
     step_variants,
 )
 from jaxserve.runner.step_layout import head_size
@@ -52,7 +54,7 @@ from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.sampling.metadata import Feature, set_masked
 from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
-from jaxserve.step import NewRequestData, RunnerInfo, SchedulerOutput
+from jaxserve.step import BurstLimits, NewRequestData, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.all_reduce.dispatch import AllReduce, all_reduce_of
@@ -349,6 +351,17 @@ class JaxModelRunner:
             ),
             self.block_size,
             self.max_num_seqs,
+            self._bursts(),
+        )
+
+    def _bursts(self) -> BurstLimits | None:
+        """The bursts that pay here: see ``choose_bursts``."""
+        return choose_bursts(
+            self.config.scheduler_config.num_scheduler_steps,
+            platform=self.platform,
+            config=self.config,
+            block_size=self.block_size,
+            device_bytes=self.model.param_bytes() // self.config.parallel_config.num_devices,
         )
 
     def _size_and_compile(self) -> None:
@@ -460,21 +473,27 @@ class JaxModelRunner:
             split_kv_heads=not self.model.has_latents,
             has_experts=self.model.has_experts,
         )
-        variants = step_variants(self.builder.table, self._style)
+        variants, bursts = (
+            step_variants(self.builder.table, self._style),
+            burst_variants(self.builder, self._style),
+        )
         if self._style.fixed_addresses:
             shapes = replace(
                 shapes,
                 fixed_input=max(
-                    head_size(FEWEST_LOGITS), *(layout.size for layout in self.builder.layouts.values())
+                    head_size(FEWEST_LOGITS),
+                    *(layout.size for layout in self.builder.layouts.values()),
+                    *(layout.size for layout in self.builder.burst_layouts.values()),
                 ),
                 fixed_tokens=self.builder.table.mixed[-1].num_tokens,
                 fixed_rows=max(FEWEST_LOGITS, *(bucket.num_rows for bucket in self.builder.table.buckets)),
+                fixed_burst=max((burst.num_steps * burst.bucket.num_rows for burst in bursts), default=0),
                 hidden_size=self.model.hidden_size,
                 dtype=self.model.dtype,
             )
         return StepPrograms(
             self.model, self.builder, shapes, variants, self._program_store(), self.placement,
-            LIBRARY_PRODUCTS if self.platform == "gpu" else (),
+            LIBRARY_PRODUCTS if self.platform == "gpu" else (), bursts,
         )  # fmt: skip
 
     def _program_store(self) -> ProgramStore:
@@ -501,6 +520,9 @@ class JaxModelRunner:
         for variant, head in zip_longest(self.programs.variants, heads, fillvalue=None):
             hidden = self._warm_up_step(variant or smallest_step, head or heads[-1])
             hidden_states = compiled["slice_hidden", len(hidden) // ranks](hidden, self._put(0, one))
+        for burst in self.programs.bursts:
+            buffer = self._put_all([self.builder.padding(burst.bucket, burst=True)])
+            _, self.state = self.programs.run_burst(burst, self.params, self.state, buffer)
         score_ids = self._put(0, np.zeros(SCORE_CHUNK, np.int32))
         jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))
         self._patch(0, TablePatches([self.max_num_seqs], [0], [0]))
@@ -534,6 +556,7 @@ class JaxModelRunner:
             device=self._device_name(),
             data_parallel_size=ranks,
             separate_paths=self.invariance.separate_paths(self.backend),
+            bursts=self._bursts(),
         )
 
     def _device_name(self) -> str:
@@ -584,6 +607,10 @@ class JaxModelRunner:
         steps = self._build(scheduler_output, decode_only=decode_only)
         for rank, step in enumerate(steps):
             self._patch(rank, step.early_patches)
+        if scheduler_output.num_decode_steps > 1:
+            dispatched = self._dispatch_burst(steps[0], scheduler_output)
+            self._check_compilations(compilations)
+            return dispatched
         features = Feature(functools.reduce(operator.or_, (step.features for step in steps)))
         num_rows = max(len(step.request_ids) for step in steps)
         variants = self.programs.choose(steps[0].bucket, num_rows, features=features, decode_only=decode_only)
@@ -602,6 +629,25 @@ class JaxModelRunner:
         )
         dispatched.start_copies()
         self._check_compilations(compilations)
+        return dispatched
+
+    def _dispatch_burst(self, step: StepBatch, scheduler_output: SchedulerOutput) -> DispatchedStep:
+        """Dispatch several decode steps at once."""
+        burst = self.programs.choose_burst(step.bucket, Feature(step.features))
+        sampled, self.state = self.programs.run_burst(
+            burst, self.params, self.state, self._put_all([step.buffer])
+        )
+        dispatched = DispatchedStep(
+            step_id=scheduler_output.step_id,
+            sampled=sampled,
+            sampling_rows=list(enumerate(step.request_ids)),
+            num_logprobs={},
+            prompts=[],
+            on_tokens=self._read_tokens,
+            num_padded_tokens=burst.num_steps * step.bucket.num_tokens,
+            num_burst_tokens=scheduler_output.num_scheduled_tokens,
+        )
+        dispatched.start_copies()
         return dispatched
 
     def _check_compilations(self, before: int) -> None:

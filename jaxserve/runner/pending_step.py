@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -41,6 +41,7 @@ class DispatchedStep:
         on_tokens: called with the sampled tokens per request when they are read.
         exhausted: requests whose masks allow no token.
         num_padded_tokens: tokens of the step's shape, over all ranks.
+        num_burst_tokens: of a burst, the tokens of each of its rows; its ``sampled`` holds step after step.
     """
 
     step_id: int
@@ -51,6 +52,7 @@ class DispatchedStep:
     on_tokens: Callable[[dict[str, list[int]]], None]
     exhausted: set[str] = field(default_factory=set)
     num_padded_tokens: int = 0
+    num_burst_tokens: Mapping[str, int] | None = None
     _output: ModelRunnerOutput | None = field(default=None, init=False)
 
     def start_copies(self) -> None:
@@ -71,7 +73,9 @@ class DispatchedStep:
         output = ModelRunnerOutput(
             self.step_id, exhausted=self.exhausted, num_padded_tokens=self.num_padded_tokens
         )
-        if self.sampling_rows:
+        if self.num_burst_tokens is not None:
+            self._read_burst(output, self.num_burst_tokens)
+        elif self.sampling_rows:
             token_ids = np.asarray(self.sampled.token_ids).tolist()
             for row, request_id in self.sampling_rows:
                 if request_id in self.exhausted:
@@ -95,6 +99,15 @@ class DispatchedStep:
             output.prompt_logprobs[prompt.request_id] = _read_prompt(prompt)
         self.on_tokens(output.sampled_token_ids)
         return output
+
+    def _read_burst(self, output: ModelRunnerOutput, num_tokens: Mapping[str, int]) -> None:
+        steps = np.asarray(self.sampled.token_ids).reshape(max(num_tokens.values()), -1)
+        for row, request_id in self.sampling_rows:
+            token_ids = steps[: num_tokens[request_id], row].tolist()
+            if min(token_ids) < 0:
+                output.failed[request_id] = NO_FINITE_LOGITS
+            else:
+                output.sampled_token_ids[request_id] = token_ids
 
 
 def token_logprobs(arrays: LogprobArrays, row: int, token_id: int, num_top: int) -> TokenLogprobs:

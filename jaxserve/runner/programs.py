@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
+from jaxserve.runner.burst_program import BURST_SAMPLERS, run_burst
 from jaxserve.runner.compilation import compile_all
 from jaxserve.runner.invariance import CompilerOptions
 from jaxserve.runner.placement import BY_RANK, REPLICATED, Placement, cache_spec
@@ -67,6 +68,8 @@ class ProgramShapes:
     """Tokens of the largest such step that may hold prompts."""
     fixed_rows: int = 0
     """Rows of the largest such step."""
+    fixed_burst: int = 0
+    """Tokens of the largest burst between fixed addresses."""
     hidden_size: int = 0
     """M; and ``dtype``, the hidden states' element type: of steps between fixed addresses."""
     dtype: Any = jnp.float32
@@ -91,7 +94,7 @@ class ProgramShapes:
             block_tables=BY_RANK,
             sampler=jax.tree.map(lambda _: BY_RANK, local.sampler),
             buffers=StepBuffers(
-                BY_RANK, BY_RANK, BY_RANK, (REPLICATED,) * len(local.buffers.expert_imbalance)
+                BY_RANK, BY_RANK, BY_RANK, (REPLICATED,) * len(local.buffers.expert_imbalance), BY_RANK
             ),
         )  # fmt: skip
 
@@ -116,6 +119,7 @@ class ProgramShapes:
             hidden=Abstract((self.fixed_tokens + spare, self.hidden_size), self.dtype),
             last=Abstract((self.fixed_rows + spare, self.hidden_size), self.dtype),
             expert_imbalance=imbalance,
+            token_ids=Abstract((self.fixed_burst + spare,), jnp.int32),
         )
 
 
@@ -147,6 +151,24 @@ class HeadVariant:
 
     num_rows: int
     features: Feature
+
+
+@dataclass(frozen=True)
+class BurstVariant:
+    """A program of several decode steps (``run_burst``).
+
+    Args:
+        bucket: the shape of each.
+        num_steps: how many.
+        features: what it holds of the sampler.
+        decode_only, fixed: as ``StepVariant`` has them.
+    """
+
+    bucket: Bucket
+    num_steps: int
+    features: Feature
+    decode_only: bool
+    fixed: bool
 
 
 SAMPLERS = (ALL_FEATURES, Feature.TOP_K, Feature.NONE)
@@ -213,6 +235,16 @@ def head_variants(variants: Sequence[StepVariant]) -> list[HeadVariant]:
     ]
 
 
+def burst_variants(builder: BatchBuilder, style: ProgramStyle) -> list[BurstVariant]:
+    """Every program of bursts, the largest first."""
+    decode_only, fixed = bool(builder.table.decode), style.fixed_addresses
+    return [
+        BurstVariant(bucket, layout.num_steps, features, decode_only, fixed)
+        for bucket, layout in reversed(builder.burst_layouts.items())
+        for features in BURST_SAMPLERS
+    ]
+
+
 class StepPrograms:
     """Lowers and compiles; afterwards a table of callables.
 
@@ -220,9 +252,9 @@ class StepPrograms:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
 
     Attributes:
-        compiled: key -> program. Keys are the ``StepVariant``s and ``HeadVariant``s; the names of what changes parts
-            of ``DeviceState`` (``reset_row``, ``patch`` and the like) and ``score``; ``("slice_hidden", T)``; and for
-            fixed steps ``("put_step_input", elements)``.
+        compiled: key -> program. Keys are the ``StepVariant``s, ``HeadVariant``s and ``BurstVariant``s; the names of
+            what changes parts of ``DeviceState`` (``reset_row``, ``patch`` and the like) and ``score``;
+            ``("slice_hidden", T)``; and for fixed steps ``("put_step_input", elements)``.
         store: where programs are kept between starts.
         state: shapes and shardings of what lives on the devices.
     """
@@ -236,7 +268,9 @@ class StepPrograms:
         store: ProgramStore,
         placement: Placement = ONE_DEVICE,
         large_options: CompilerOptions = (),
+        bursts: Sequence[BurstVariant] = (),
     ) -> None:
+        self.bursts = bursts
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
@@ -274,6 +308,23 @@ class StepPrograms:
             step, (self._param_specs, specs, BY_RANK), (StepOutput(REPLICATED, BY_RANK), specs), donate=(1,)
         )
         return program, (self._params, state, self._by_rank((layout.size,)))
+
+    def lower_burst(self, variant: BurstVariant) -> jax.stages.Lowered:
+        """Trace and lower one program of several decode steps."""
+        layout = self.builder.burst_layouts[variant.bucket]
+        burst = partial(
+            run_burst, model=self.model, layout=layout, num_slots=self.shapes.num_blocks * self.shapes.block_size,
+            decode_only=variant.decode_only, features=variant.features,
+            fewest_logits=FEWEST_LOGITS if variant.fixed else 1,
+        )  # fmt: skip
+        specs, results = self._state_specs, (REPLICATED, self._state_specs)
+        if variant.fixed:
+            program = self.placement.jit(
+                partial(burst, buffer=None), (self._param_specs, specs), results, donate=(1,)
+            )
+            return program.lower(self._params, self.state)
+        program = self.placement.jit(burst, (self._param_specs, specs, BY_RANK), results, donate=(1,))
+        return program.lower(self._params, self.state, self._by_rank((layout.size,)))
 
     def lower_head(self, variant: HeadVariant) -> jax.stages.Lowered:
         """Trace and lower the second half of a step."""
@@ -345,7 +396,9 @@ class StepPrograms:
         lowerings["patch"] = partial(
             self._lower_change, self._state_specs, self.state, patch_block_tables, patch
         )
-        for size in {self.builder.layouts[each.bucket].size: None for each in self.variants if each.fixed}:
+        layouts = [self.builder.layouts[each.bucket] for each in self.variants if each.fixed]
+        layouts += [self.builder.burst_layouts[each.bucket] for each in self.bursts if each.fixed]
+        for size in {layout.size: None for layout in layouts}:
             lowerings["put_step_input", size] = partial(
                 self._lower_change, BY_RANK, self.state.buffers.step_input, put_step_input, ((size,),)
             )
@@ -432,6 +485,26 @@ class StepPrograms:
         sampled, sampler = self.compiled[head](self.head_params(params), state.sampler, buffers)
         return sampled, buffers.hidden, DeviceState(kv_caches, tables, sampler, buffers)
 
+    def choose_burst(self, bucket: Bucket, features: Feature) -> BurstVariant:
+        """The program that runs a burst.
+
+        Args:
+            bucket: of its steps.
+            features: what its rows ask of the sampler.
+        """
+        return next(each for each in self.bursts if each.bucket == bucket and each.features == features)
+
+    def run_burst(
+        self, burst: BurstVariant, params: Any, state: DeviceState, buffer: jax.Array
+    ) -> tuple[SamplerOutput, DeviceState]:
+        """Dispatch a burst; ``run`` says the rest."""
+        program = self.compiled[burst]
+        if not burst.fixed:
+            return program(params, state, buffer)
+        size = self.builder.burst_layouts[burst.bucket].size
+        step_input = self.compiled["put_step_input", size](state.buffers.step_input, buffer)
+        return program(params, replace(state, buffers=replace(state.buffers, step_input=step_input)))
+
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything in the table."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
@@ -439,6 +512,8 @@ class StepPrograms:
             lowerings[variant] = partial(self.lower_step, variant)
         for head in self.heads:
             lowerings[head] = partial(self.lower_head, head)
+        for burst in self.bursts:
+            lowerings[burst] = partial(self.lower_burst, burst)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)

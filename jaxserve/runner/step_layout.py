@@ -25,15 +25,18 @@ class StepLayout:
         bucket: T and R.
         block_size: tokens a block.
         max_num_seqs: S; the row index of padding rows.
+        num_steps: decode steps of a burst; such a buffer says how many rows take part in each.
     """
 
     bucket: Bucket
     block_size: int
     max_num_seqs: int
+    num_steps: int = 1
 
     @property
     def num_patches(self) -> int:
-        """Block table entries one step can set: a decoding row needs one at most, new tokens one a block.
+        """Block table entries one step can set: a decoding row (also in a burst) needs one at most, new tokens one a
+        block.
 
         More (a long cached prefix) go through a program of their own before the step.
         """
@@ -57,6 +60,8 @@ class StepLayout:
             "patch_columns": (self.num_patches,),
             "patch_blocks": (self.num_patches,),
         }
+        if self.num_steps > 1:
+            shapes["live_rows"] = (self.num_steps,)
         fields: dict[str, tuple[int, tuple[int, ...]]] = {}
         offset = 0
         for name, shape in shapes.items():

@@ -44,6 +44,8 @@ class StepBuffers:
     """[R, M]: those of each row's last token."""
     expert_imbalance: tuple[jax.Array, ...]
     """As ``SamplerOutput`` has it."""
+    token_ids: jax.Array
+    """int32[the largest burst's]: what its steps sampled so far."""
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +71,11 @@ class StepOutput:
 def set_block_tables(tables: jax.Array, rows: jax.Array, columns: jax.Array, blocks: jax.Array) -> jax.Array:
     """Set entries (row, column) of [S, B] to block ids; rows out of range are dropped."""
     return tables.at[rows, columns].set(blocks, mode="drop")
+
+
+def patch_tables(tables: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
+    """The block tables with the entries that came with a step's input."""
+    return set_block_tables(tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"])
 
 
 def attention_metadata(
@@ -135,9 +142,17 @@ def forward(
 ) -> Forward:  # fmt: skip
     """Embed and layers; the arguments are those of ``run_step``, with the parts of its state."""
     fields = layout.split(buffer)
-    tables = set_block_tables(
-        block_tables, fields["patch_rows"], fields["patch_columns"], fields["patch_blocks"]
-    )
+    return forward_fields(
+        params, kv_caches, patch_tables(block_tables, fields), last_token_ids, fields, model=model, layout=layout,
+        num_slots=num_slots, decode_only=decode_only,
+    )  # fmt: skip
+
+
+def forward_fields(
+    params: dict[str, jax.Array], kv_caches: list[KVCache], tables: jax.Array, last_token_ids: jax.Array,
+    fields: dict[str, jax.Array], *, model: Model, layout: StepLayout, num_slots: int, decode_only: bool,
+) -> Forward:  # fmt: skip
+    """``forward`` of an input that is split already, with block tables that have its entries."""
     metadata = attention_metadata(fields, tables, layout, num_slots, decode_only)
     last_sampled = last_token_ids[fields["row_index"][metadata.row_ids]]
     token_ids = jnp.where(fields["token_ids"] < 0, last_sampled, fields["token_ids"])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from jaxserve.kv_cache.manager import KVCacheManager, PrefixHit
 from jaxserve.request import Request
+from jaxserve.scheduler.bursts import Bursts
 from jaxserve.scheduler.lifecycle import Lifecycle
 from jaxserve.scheduler.ranks import Rank, StartOption, Vacancy, sort_options
 from jaxserve.scheduler.step_plan import StepPlan, new_request_data
@@ -39,6 +40,7 @@ class StepPlanner:
         max_num_batched_tokens: tokens of a rank in a step at most; not fewer than ``max_num_seqs``.
         enable_chunked_prefill: whether a prompt may be split over steps.
         separate_paths: as ``RunnerInfo`` has it.
+        bursts: None plans none. There are none with several ranks.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StepPlanner:
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool,
         separate_paths: bool = False,
+        bursts: Bursts | None = None,
     ) -> None:
         self.lifecycle = lifecycle
         self.ranks = lifecycle.ranks
@@ -55,6 +58,7 @@ class StepPlanner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.separate_paths = separate_paths
+        self.bursts = bursts
         self._first_rank = 0
         """The rank that is preferred among equals: the one after the last that was chosen."""
 
@@ -63,6 +67,8 @@ class StepPlanner:
         lifecycle = self.lifecycle
         if lifecycle.pending:
             step.failed += lifecycle.admit_compiled()
+        if self.bursts is not None and not lifecycle.num_waiting and self._add_burst(self.bursts, step):
+            return
         hold, jumps = self._hold_and_jumps() if lifecycle.num_constrained else (False, None)
         entries: list[tuple[Rank, int]] = []
         for rank in self.ranks:
@@ -100,6 +106,23 @@ class StepPlanner:
                 spare -= num_granted - 1
                 jump -= num_granted - 1 if jumps else 0
                 step.add(request, num_granted, samples=num_granted == num_new)
+
+    def _add_burst(self, bursts: Bursts, step: StepPlan) -> bool:
+        """Make the step a burst, if there is to be one."""
+        (rank,) = self.ranks
+        if (num_steps := bursts.num_steps(rank)) == 1:
+            return False
+        rows: list[tuple[Request, int]] = []
+        for request in rank.running:
+            num_computed = request.num_computed_tokens
+            num_tokens = min(num_steps, request.max_computed_tokens - num_computed)
+            if num_tokens <= 0:
+                continue  # its last token is in flight
+            if num_computed + num_tokens > request.num_slots:
+                self._grow(rank, request, num_tokens, step)  # it preempts nobody: each has a block
+            rows.append((request, num_tokens))
+        step.add_burst(rows)
+        return True
 
     def _on_one_path(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """How many of a request's next ``num_tokens`` one step may compute."""

@@ -16,12 +16,14 @@ from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
 from jaxserve.kv_cache.manager import KVCacheManager
 from jaxserve.kv_cache_spec import KVCacheGroup
 from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduler.bursts import Bursts
 from jaxserve.scheduler.lifecycle import Lifecycle, make_output
 from jaxserve.scheduler.planner import StepPlanner
 from jaxserve.scheduler.ranks import Rank
 from jaxserve.scheduler.step_plan import StepPlan
 from jaxserve.scheduler.step_results import check_stop, new_prompt_logprobs
 from jaxserve.step import (
+    BurstLimits,
     EngineCoreOutput,
     FinishReason,
     ModelRunnerOutput,
@@ -48,7 +50,7 @@ class Scheduler:
         max_model_len: prompt and output tokens of a request at most.
         mask_filler: works out the token masks of requests with a grammar; None takes no such requests.
         data_parallel_size: ranks; ``max_num_seqs`` and ``max_num_batched_tokens`` hold for each.
-        separate_paths: as ``RunnerInfo`` has it.
+        separate_paths, bursts: as ``RunnerInfo`` has them.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -65,6 +67,7 @@ class Scheduler:
         mask_filler: MaskFiller | None = None,
         data_parallel_size: int = 1,
         separate_paths: bool = False,
+        bursts: BurstLimits | None = None,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = _resolved_limits(config)
         self.config = config
@@ -76,7 +79,7 @@ class Scheduler:
                 num_blocks,
                 block_size,
                 enable_prefix_caching=cache.enable_prefix_caching,
-                max_step_tokens=max_num_batched_tokens,
+                max_step_tokens=max(max_num_batched_tokens, 1 if bursts is None else bursts.num_steps),
                 name="the KV cache" if data_parallel_size == 1 else "the KV cache of one data parallel rank",
                 separate_paths=separate_paths,
             )
@@ -86,12 +89,14 @@ class Scheduler:
         self._lifecycle = Lifecycle(
             [Rank(index, kv_cache) for index, kv_cache in enumerate(self.kv_caches)], config.scheduling_policy
         )
+        self._bursts = None if bursts is None else Bursts(bursts)
         self._planner = StepPlanner(
             self._lifecycle,
             max_num_seqs,
             max_num_batched_tokens,
             config.enable_chunked_prefill,
             separate_paths,
+            self._bursts,
         )
         self._separate_paths = separate_paths
         self._mask_filler = mask_filler
@@ -114,6 +119,8 @@ class Scheduler:
         limit, num_waiting = self.config.max_num_queued_reqs, self._lifecycle.num_waiting
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests wait already (max_num_queued_reqs is {limit}).")
+        if self._bursts is not None:
+            request.draw = self._bursts.draw_of(request)
         self._lifecycle.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -267,13 +274,16 @@ class Scheduler:
                 else:
                     outputs.append(self._fail(request, "The step returned no token for this request."))
                 continue
-            (token_id,) = token_ids
-            request.num_inflight_tokens -= 1
-            request.all_token_ids.append(token_id)
+            token_id, finish_reason = token_ids[0], None
+            if len(token_ids) > 1:
+                token_ids = self._read_burst(request, token_ids)
+                token_id = token_ids[-1]
+            else:
+                request.num_inflight_tokens -= 1
+                request.all_token_ids.append(token_id)
             num_known = len(request.all_token_ids)
             if num_known >= request.next_cache_at:
                 self.kv_caches[request.data_rank].cache_blocks(request)
-            finish_reason = None
             if request.grammar is not None:
                 try:
                     token_ids = self._follow_grammar(request, request.grammar, token_id)
@@ -311,6 +321,17 @@ class Scheduler:
             self._mask_filler.start(constrained)
         self._lifecycle.drop_finished()
         return outputs
+
+    def _read_burst(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Take a burst's tokens up to the request's end, if that is among them; those taken."""
+        request.num_inflight_tokens -= len(token_ids)
+        for index, token_id in enumerate(token_ids, 1):
+            request.all_token_ids.append(token_id)
+            if (token_id in request.stop_token_ids or request.detects_repetition) and check_stop(
+                request, token_id
+            ):
+                return token_ids[:index]
+        return token_ids
 
     def _follow_grammar(self, request: Request, grammar: RequestGrammar, token_id: int) -> list[int]:
         """Take a sampled token, the request's last one, and append what must follow it.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from jaxserve.request import Request
 from jaxserve.step import CachedRequestData, EngineCoreOutput, NewRequestData, SchedulerOutput, TokenMask
 from jaxserve.structured_output.request_grammar import RequestGrammar
 
 _data_rank = attrgetter("data_rank")
+_num_tokens = itemgetter(1)
 
 
 class StepPlan:
@@ -17,8 +18,9 @@ class StepPlan:
     and its id be in use again."""
 
     __slots__ = (
-        "appended_token_ids", "cached_requests", "decode_rows", "failed", "new_requests",
-        "num_decode_rows_by_rank", "other_rows", "replayed", "scoring_rows", "separate_paths", "step_id",
+        "appended_token_ids", "burst_tokens", "cached_requests", "decode_rows", "failed", "new_requests",
+        "num_decode_rows_by_rank", "num_decode_steps", "other_rows", "replayed", "scoring_rows", "separate_paths",
+        "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, separate_paths: bool = False) -> None:
@@ -26,7 +28,11 @@ class StepPlan:
         self.separate_paths = separate_paths
         """Decoding rows are those that compute a generated token (``SchedulerOutput``)."""
         self.decode_rows: list[Request] = []
-        """Rows of one token that sample, and ``replayed``."""
+        """Rows of one token (or a burst's) that sample, and ``replayed``."""
+        self.num_decode_steps = 1
+        """More in a burst, which ``add_burst`` fills."""
+        self.burst_tokens: list[int] = []
+        """Of each row of a burst its tokens, in descending order."""
         self.replayed: list[Request] = []
         """Of the decoding rows those that do not sample."""
         self.num_decode_rows_by_rank: tuple[int, ...] = ()
@@ -61,8 +67,20 @@ class StepPlan:
         if request.sampling_params.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
             self.scoring_rows.append((request, start))
 
+    def add_burst(self, rows: list[tuple[Request, int]]) -> None:
+        """Make this step a burst of these rows, each with its number of tokens."""
+        rows = sorted(rows, key=_num_tokens, reverse=True)
+        for request, num_tokens in rows:
+            request.num_computed_tokens += num_tokens
+            request.num_inflight_tokens += num_tokens
+        self.decode_rows = [request for request, _ in rows]
+        self.burst_tokens = [num_tokens for _, num_tokens in rows]
+        self.num_decode_steps = self.burst_tokens[0]
+
     def count_tokens(self) -> int:
         """Tokens of the rows added so far."""
+        if self.burst_tokens:
+            return sum(self.burst_tokens)
         num_others = sum(row[1] for row in self.other_rows) if self.other_rows else 0
         return len(self.decode_rows) + num_others
 
@@ -99,7 +117,8 @@ class StepPlan:
         self, finished_ids: list[str], preempted_ids: list[str], token_masks: dict[str, TokenMask]
     ) -> SchedulerOutput:
         """The message for the runner, after ``order_rows``."""
-        num_scheduled = dict.fromkeys([request.request_id for request in self.decode_rows], 1)
+        ids = [request.request_id for request in self.decode_rows]
+        num_scheduled = dict(zip(ids, self.burst_tokens)) if self.burst_tokens else dict.fromkeys(ids, 1)
         replayed = {request.request_id for request in self.replayed}
         samples = set(num_scheduled) - replayed
         for request, num_tokens, row_samples in self.other_rows:
@@ -119,6 +138,7 @@ class StepPlan:
             token_masks=token_masks,
             replayed_request_ids=replayed,
             num_decode_rows_by_rank=self.num_decode_rows_by_rank,
+            num_decode_steps=self.num_decode_steps,
         )
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from scheduler_harness import Harness
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.step import FinishReason
+from jaxserve.step import BurstLimits, FinishReason
 
 GROUPS = {
     "full": [full_attention_group()],
@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         data_parallel_size=st.sampled_from([1, 2, 4]),
         separate_paths=st.booleans(),
+        burst_steps=st.integers(1, 4),
     )
     def start(
         self,
@@ -65,7 +66,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         data_parallel_size: int,
         separate_paths: bool,
+        burst_steps: int,
     ) -> None:
+        bursts = None
+        if 1 < burst_steps <= block_size and data_parallel_size == 1 and not separate_paths:
+            bursts = BurstLimits(burst_steps, max_rows=4, max_top_k=64)
         self.harness = Harness(
             num_blocks=num_blocks * len(GROUPS[groups]),
             block_size=block_size,
@@ -78,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             data_parallel_size=data_parallel_size,
             separate_paths=separate_paths,
+            bursts=bursts,
         )
         self.aborted: set[str] = set()
         self.failed: set[str] = set()

@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import (
+    BurstLimits,
     ModelRunnerOutput,
     NewRequestData,
     RunnerInfo,
@@ -147,6 +148,7 @@ class FakeRunner:
         check: simulate and check the cache; off for measuring the host.
         data_parallel_size: ranks; each has its own cache.
         separate_paths: decoding rows leave other keys and values, and prompts must not be computed by them.
+        bursts: what it takes of them.
     """
 
     def __init__(
@@ -163,8 +165,10 @@ class FakeRunner:
         check: bool = True,
         data_parallel_size: int = 1,
         separate_paths: bool = False,
+        bursts: BurstLimits | None = None,
     ) -> None:
-        self.separate_paths = separate_paths
+        self.separate_paths, self.bursts = separate_paths, bursts
+        self.num_bursts = 0
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.groups = groups or [full_attention_group()]
         self.max_model_len = max_model_len
@@ -200,6 +204,7 @@ class FakeRunner:
             device="fake",
             data_parallel_size=self.data_parallel_size,
             separate_paths=self.separate_paths,
+            bursts=self.bursts,
         )
 
     def recover(self) -> None:
@@ -219,7 +224,10 @@ class FakeRunner:
         assert scheduler_output.num_scheduled_tokens, "a step without tokens is not executed"
         self._update_batch(scheduler_output)
         if self.check:
-            self._check_rows(scheduler_output)
+            if scheduler_output.num_decode_steps > 1:
+                self._check_burst(scheduler_output)
+            else:
+                self._check_rows(scheduler_output)
             self._check_blocks(scheduler_output)
             self._read_cache(scheduler_output)
         return self._compute(scheduler_output)
@@ -293,6 +301,34 @@ class FakeRunner:
                 f"{request_id}: scheduled before it was read"
             )
 
+    def _check_burst(self, step: SchedulerOutput) -> None:
+        limits, scheduled = self.bursts, step.num_scheduled_tokens
+        assert limits is not None, "nobody takes bursts"
+        assert step.num_decode_steps <= limits.num_steps
+        assert len(scheduled) <= len(self.rows) <= limits.max_rows
+        others = (step.new_requests, step.appended_token_ids, step.token_masks, step.replayed_request_ids)
+        assert not any(others), "more than decoding in a burst"
+        assert step.samples == scheduled.keys()
+        assert (step.num_decode_rows,) == step.num_decode_rows_by_rank == (len(scheduled),)
+        tokens = list(scheduled.values())
+        assert tokens == sorted(tokens, reverse=True), "rows are not in descending order"
+        assert tokens[0] == step.num_decode_steps
+        draws: set[bool] = set()
+        for request_id, num_tokens in scheduled.items():
+            row, params = self.rows[request_id], self.rows[request_id].params
+            assert num_tokens > 0
+            assert row.num_computed_tokens == len(row.token_ids) - 1, f"{request_id}: does not decode"
+            assert row.num_computed_tokens + num_tokens < self.max_model_len, f"{request_id}: grows too long"
+            asks = (
+                row.needs_sync, row.mask is not None, params.logprobs is not None, params.logit_bias,
+                params.prompt_logprobs is not None, params.needs_penalties, params.allowed_token_ids, params.min_tokens,
+            )  # fmt: skip
+            assert not any(asks), f"{request_id}: asks for what no burst has"
+            if not params.greedy and params.top_k != 1:
+                assert params.top_k <= limits.max_top_k
+                draws.add(params.top_k > 0)
+        assert len(draws) <= 1, "two ways to draw in one burst"
+
     def _check_blocks(self, step: SchedulerOutput) -> None:
         """Ids in range; blocks in the visible part of every table; a block that is written to is nobody
         else's."""
@@ -348,9 +384,16 @@ class FakeRunner:
         padded = 1 << (step.total_num_scheduled_tokens - 1).bit_length()
         output = ModelRunnerOutput(step.step_id, num_padded_tokens=padded)
         sampling: list[FakeRow] = []
+        if step.num_decode_steps > 1:
+            self.num_bursts += 1
+            rows = len(step.num_scheduled_tokens)
+            output.num_padded_tokens = step.num_decode_steps << (rows - 1).bit_length()
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             row = self.rows[request_id]
             reason = self.failures.pop(request_id, None)
+            if step.num_decode_steps > 1:
+                sampling += self._decode(row, num_tokens, output, reason)
+                continue
             if self.check:
                 self._write_cache(row, num_tokens, failed=reason is not None)
             if reason is not None:
@@ -369,13 +412,27 @@ class FakeRunner:
         self.unread.append(pending)
         return pending
 
+    def _decode(
+        self, row: FakeRow, num_tokens: int, output: ModelRunnerOutput, reason: str | None
+    ) -> list[FakeRow]:
+        """A row's part of a burst; the row once for each token that it samples."""
+        if reason is not None:
+            row.failed = True
+            output.failed[row.request_id] = reason
+        for _ in range(num_tokens):
+            if self.check:
+                self._write_cache(row, 1, failed=reason is not None)
+            row.num_computed_tokens += 1
+            self._sample(row, output)
+        return [row] * num_tokens
+
     def _sample(self, row: FakeRow, output: ModelRunnerOutput) -> None:
         token_id = self.sampler(row, self.vocab_size)
         row.append(token_id)
         row.num_unread_tokens += 1
         if row.request_id in output.failed:
             return
-        output.sampled_token_ids[row.request_id] = [token_id]
+        output.sampled_token_ids.setdefault(row.request_id, []).append(token_id)
         if row.params.logprobs is not None:
             logprobs = self._logprobs(token_id, row.params.logprobs, len(row.token_ids) - 1)
             output.logprobs[row.request_id] = [logprobs]

@@ -21,6 +21,7 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.step import (
+    BurstLimits,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -119,7 +120,7 @@ class Harness:
         depth: steps that may be in flight while the next one is scheduled (0 is synchronous).
         compiler: of the grammars that requests bring.
         data_parallel_size: ranks.
-        separate_paths: of the runner.
+        separate_paths, bursts: of the runner.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Harness:
         compiler: GrammarCompiler | None = None,
         data_parallel_size: int = 1,
         separate_paths: bool = False,
+        bursts: BurstLimits | None = None,
         **config: object,
     ) -> None:
         groups = groups or [full_attention_group()]
@@ -152,6 +154,7 @@ class Harness:
             None if compiler is None else MaskFiller(compiler),
             data_parallel_size,
             separate_paths,
+            bursts,
         )
         self.runner = FakeRunner(
             num_blocks + 1,
@@ -163,6 +166,7 @@ class Harness:
             max_num_batched_tokens=max_num_batched_tokens,
             data_parallel_size=data_parallel_size,
             separate_paths=separate_paths,
+            bursts=bursts,
         )
         self.in_flight: deque[tuple[SchedulerOutput, FakePendingStep]] = deque()
         self.requests: dict[str, Request] = {}
