@@ -1,7 +1,7 @@
 """run_burst: several decode steps as one program, for which the host is asked once.
 
 The program loops over the steps: what one samples, the next one computes. The loop's body is compiled once, however
-many steps there are, and all that it changes is donated state, so that a CUDA graph of it plays between fixed addresses.
+many steps there are. All that it changes is donated state, so that a CUDA graph of it plays between fixed addresses.
 """
 
 from __future__ import annotations

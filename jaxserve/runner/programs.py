@@ -250,6 +250,7 @@ class StepPrograms:
 
     Args:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
+        bursts: further programs, of several decode steps.
 
     Attributes:
         compiled: key -> program. Keys are the ``StepVariant``s, ``HeadVariant``s and ``BurstVariant``s; the names of
