@@ -1,20 +1,25 @@
 """Whether outputs depend on their requests alone on a GPU, bit for bit, and what that costs. One table a part.
 
-    python benchmarks/invariance.py --model llama-8b --parts ops,bits,off,cost
+    python benchmarks/invariance.py --model llama-8b --parts ops,cost,bits,restart,off
+    python benchmarks/invariance.py --model smollm2 --parts bits,restart,off
     python benchmarks/invariance.py --model smollm2 --parts bits --products xla --norm halves
 
 On two GPUs of a host, side by side:
 
-    CUDA_VISIBLE_DEVICES=0 python benchmarks/invariance.py --parts cost,bits --modes on --save on.json &
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/invariance.py --parts cost,bits,restart --modes on --save on.json &
     CUDA_VISIBLE_DEVICES=1 python benchmarks/invariance.py --parts cost,off --modes off --save off.json; wait
     python benchmarks/invariance.py --compare on.json off.json
 
-ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows
+ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows. 50 s for 8B
 bits   requests alone and among up to 511 others, with the mode on: random company, order, cache (warm, cold, written
-       while decoding), token budget, asynchronous scheduling, forced preemptions. Exits with 1 if a bit differs
-restart another engine, which finds the programs of the first one: the same requests alone
-off    as bits, with the mode off
-cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio
+       while decoding), token budget, asynchronous scheduling, forced preemptions. 200 situations: 130 s for 8B
+restart the same requests alone in another process, which finds the programs of the first one. 20 s
+off    as bits, with the mode off. 15 s for 40 situations
+cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio. 45 s a mode
+
+An engine has a process of its own: one with the mode on (50 s to start on an H200 without stored programs) for cost and
+bits, one after a restart (10 s), one with the mode off (42 s) for cost and off. A part that fails or takes too long
+costs only itself; ``--save`` has the results of all others. Exits with 1 if a bit differs or a part fails.
 
 ``--products`` and ``--norm`` exchange what the mode uses, to compare candidates.
 """
@@ -25,8 +30,11 @@ import argparse
 import io
 import json
 import logging
+import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -38,6 +46,7 @@ from unittest import mock
 
 import numpy as np
 from offline import Benchmark, Engine
+from parts import Parts, clean_up_when_ended, verdict
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.invariance import Bits, Target, bits_of
@@ -46,6 +55,9 @@ MODELS = Path(__file__).parent / "models"
 COMPANY = (0, 1, 1, 3, 3, 7, 7, 20, 20, 60, 200, 511)
 """Other requests of a situation, drawn evenly."""
 BUDGETS = (64, 100, 256, 1000, 1 << 20)
+COST = {"1 rows": 0.90}
+"""Words of a case: how fast it is with the mode on, as a share, at least; of all others ``LEAST``."""
+LEAST = 0.97
 PREEMPTED = 0.15
 """Of the steps of a situation with preemptions, those before which a request loses its blocks."""
 
@@ -81,7 +93,7 @@ class Disturbance:
     """Stands in for a core's ``step``: preempts, and changes the budget and the depth, as a situation has it."""
 
     def __init__(self, core: Any, rng: random.Random) -> None:
-        self._step, self._core, self._rng = core.step, core, rng
+        self._step, self._core, self._rng, self._depth = core.step, core, rng, core._depth
         self._most = core.scheduler._planner.max_num_batched_tokens
         self.preempts = False
         self.preemptions = 0
@@ -95,6 +107,11 @@ class Disturbance:
             scheduler._lifecycle.preempt_last(rank)
             self.preemptions += 1
         return self._step()
+
+    def end(self) -> None:
+        """Leave the core as it was."""
+        self._core.step, self._core._depth = self._step, self._depth
+        self._core.scheduler._planner.max_num_batched_tokens = self._most
 
     def next_situation(self, num_requests: int) -> str:
         """Draw what happens to it."""
@@ -184,6 +201,33 @@ def alone(llm: LLM, targets: list[Target]) -> list[tuple[Target, Bits]]:
     return expected
 
 
+def keep(expected: list[tuple[Target, Bits]], path: Path) -> None:
+    """Write requests and what they gave."""
+    rows = [{"prompt": target.prompt, "seed": target.params.seed, "bits": bits} for target, bits in expected]
+    path.write_text(json.dumps(rows))
+
+
+def kept(path: Path, targets: list[Target]) -> list[tuple[Target, Bits]]:
+    """What ``keep`` wrote of these targets, which have their places as seeds."""
+
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    rows = json.loads(path.read_text())
+    return [(Target(row["prompt"], targets[row["seed"]].params), tuples(row["bits"])) for row in rows]
+
+
+def try_restart(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
+    """The requests of another process alone, in this one."""
+    targets = make_targets(random.Random(options.seed), llm.info.vocab_size, options.longest, options.targets)
+    found = Differences()
+    for target, bits in kept(options.expected, targets):
+        llm.reset_prefix_cache()
+        found.compare(run(llm, [target])[0], bits, "restart")
+    print(f"restart: {found.line()} ({verdict(found.different, 0)})", flush=True)
+    return {"requests": found.requests, "different": found.different, "other tokens": found.other_tokens}
+
+
 def companions(
     rng: random.Random, expected: list[tuple[Target, Bits]], vocab: int, count: int
 ) -> list[Target]:
@@ -204,45 +248,59 @@ def companions(
     return others
 
 
-def try_situations(
-    llm: LLM, options: argparse.Namespace, situations: int, *, mode: str, expected: Any = None
-) -> tuple[Differences, Any]:
+def try_situations(llm: LLM, options: argparse.Namespace, situations: int, *, mode: str) -> dict[str, Any]:
     """Targets in random situations against themselves alone."""
     rng, vocab = random.Random(options.seed), llm.info.vocab_size
     targets = make_targets(rng, vocab, options.longest, options.targets)
     started = time.perf_counter()
-    expected = expected or alone(llm, targets)
-    disturbance, found = Disturbance(llm._core, rng), Differences()
-    cached = most = 0
-    for number in range(situations):
-        size = min(rng.choice(COMPANY), options.most_company)
-        chosen = [rng.choice(expected) for _ in range(rng.choice([1, 1, 2, 5]))]
-        requests = [target for target, _ in chosen] + companions(rng, expected, vocab, size)
-        order = rng.sample(range(len(requests)), len(requests))
-        if cold := rng.random() < 0.4:
-            llm.reset_prefix_cache()
-        where = (
-            f"situation {number}, {size} others, {disturbance.next_situation(len(requests))}{', cold' * cold}"
-        )
-        outputs = run(llm, [requests[index] for index in order])
-        most = max(most, len(requests))
-        for place, index in enumerate(order):
-            if index < len(chosen):
-                cached += outputs[place].num_cached_tokens
-                found.compare(outputs[place], chosen[index][1], where)
-        if time.perf_counter() - started > options.seconds:
-            situations = number + 1
-            break
-    llm._core.step = disturbance._step
-    llm._core.scheduler._planner.max_num_batched_tokens = disturbance._most
+    expected = alone(llm, targets)
+    if options.expected is not None and mode == "on":
+        keep(expected, options.expected)
     print(
-        f"mode {mode}: {situations} situations of up to {most} requests in {time.perf_counter() - started:.0f} s, "
-        f"{disturbance.preemptions} preemptions, {cached} tokens of compared prompts from the cache\n  {found.line()}"
+        f"mode {mode}: {len(expected)} requests alone after {time.perf_counter() - started:.0f} s", flush=True
     )
-    for example in found.examples[: options.examples]:
-        print(f"  {example}")
-    sys.stdout.flush()
-    return found, expected
+    disturbance, found = Disturbance(llm._core, rng), Differences()
+    cached = most = done = 0
+    try:
+        while done < situations and time.perf_counter() - started < options.seconds:
+            size = min(rng.choice(COMPANY), options.most_company)
+            chosen = [rng.choice(expected) for _ in range(rng.choice([1, 1, 2, 5]))]
+            requests = [target for target, _ in chosen] + companions(rng, expected, vocab, size)
+            order = rng.sample(range(len(requests)), len(requests))
+            if cold := rng.random() < 0.4:
+                llm.reset_prefix_cache()
+            drawn = disturbance.next_situation(len(requests))
+            where = f"situation {done}, {size} others, {drawn}{', cold' * cold}"
+            outputs = run(llm, [requests[index] for index in order])
+            most = max(most, len(requests))
+            for place, index in enumerate(order):
+                if index < len(chosen):
+                    cached += outputs[place].num_cached_tokens
+                    found.compare(outputs[place], chosen[index][1], where)
+            done += 1
+            if done % 25 == 0:
+                print(f"  {done} situations, {found.line()}", flush=True)
+    finally:
+        disturbance.end()
+        print(
+            f"mode {mode}: {done} situations of up to {most} requests in {time.perf_counter() - started:.0f} s, "
+            f"{disturbance.preemptions} preemptions, {cached} tokens of compared prompts from the cache\n"
+            f"  {found.line()}"
+        )
+        for example in found.examples[: options.examples]:
+            print(f"  {example}")
+        sys.stdout.flush()
+    if mode == "on":
+        print(
+            f"situations {done} {verdict(done, situations, least=True)}; "
+            f"requests that differ {found.different} {verdict(found.different, 0)}",
+            flush=True,
+        )
+    return {
+        "situations": done, "most requests": most, "preemptions": disturbance.preemptions, "cached tokens": cached,
+        "requests": found.requests, "different": found.different, "other tokens": found.other_tokens,
+        "positions": found.values, "other positions": found.other_values,
+    }  # fmt: skip
 
 
 # --- operations -------------------------------------------------------------------------------------------------
@@ -338,44 +396,173 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
 
     offline.PROMPT, offline.OUTPUT = options.prompt, 129
     engine = object.__new__(Engine)
-    engine.llm, engine.name, engine.params = llm, "jaxserve", SamplingParams
+    engine.llm, engine.name, engine.params, engine.rows = (
+        llm,
+        "jaxserve",
+        SamplingParams,
+        SIZES["max_num_seqs"],
+    )
     engine.steps = None
-    config = json.loads((MODELS / options.model / "config.json").read_text())
+    folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
+    config = json.loads((folder / "config.json").read_text())
     benchmark = Benchmark(engine, options.model, config, options.scale)
     benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
-    with redirect_stdout(io.StringIO()):
-        for rows in filter(None, options.decode.split(",")):
-            benchmark.decode(int(rows))
-        for case in filter(None, options.prefill.split(",")):
-            rows, tokens = map(int, case.split("x"))
-            benchmark.prefill(rows, max(1, tokens // options.scale))
-        for name in list(offline.THROUGHPUT)[: options.throughput]:
-            benchmark._throughput(name, sampled=False)
-    return {f"{result['case']}, {result['unit']}": result["value"] for result in benchmark.results}
+    cases = [partial(benchmark.decode, int(rows)) for rows in filter(None, options.decode.split(","))]
+    for case in filter(None, options.prefill.split(",")):
+        rows, tokens = map(int, case.split("x"))
+        cases.append(partial(benchmark.prefill, rows, max(1, tokens // options.scale)))
+    for name in list(offline.THROUGHPUT)[: options.throughput]:
+        cases.append(partial(benchmark._throughput, name, sampled=False))
+    found: dict[str, float] = {}
+    for case in cases:
+        with redirect_stdout(io.StringIO()):  # its targets are of other sizes
+            case()
+        result = benchmark.results[-1]
+        name = f"{result['case']}, {result['unit']}"
+        found[name] = result["value"]
+        print(f"  {name:44s} {found[name]:10.2f}", flush=True)
+    return found
 
 
-def compare_cost(on: dict[str, float], off: dict[str, float]) -> None:
+def compare_cost(on: dict[str, float], off: dict[str, float]) -> bool:
+    """Print how fast each case is with the mode on; whether all are as fast as they should be."""
+    good = True
     print(f"{'cost':44s} {'on':>10s} {'off':>10s}   on's speed")
     for case, value in on.items():
+        if case not in off:
+            print(f"{case:44s} {value:10.2f} {'':>10s}   not run with the mode off")
+            continue
         faster = value / off[case] if "tokens/s" in case else off[case] / value
-        print(f"{case:44s} {value:10.2f} {off[case]:10.2f}   {faster:6.3f} x")
+        least = next((share for words, share in COST.items() if f" {words}" in case), LEAST)
+        good &= faster >= least
+        print(
+            f"{case:44s} {value:10.2f} {off[case]:10.2f}   {faster:6.3f} x  {verdict(faster, least, least=True)}"
+        )
     sys.stdout.flush()
+    return good
 
 
 def main() -> int:
+    options = arguments()
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
+    if options.compare:
+        costs = []
+        for path, mode in zip(options.compare, ("on", "off"), strict=True):
+            costs.append(json.loads(path.read_text()).get(f"cost {mode}", {"error": "it was not measured"}))
+            if "error" in costs[-1]:
+                sys.exit(f"{path} has no cost with the mode {mode}: {costs[-1]['error']}")
+        return int(not compare_cost(*costs))
+    if options.worker:
+        return work(options)
+    clean_up_when_ended()
+    parts = set(filter(None, options.parts.split(",")))
+    if unknown := parts - PARTS.keys():
+        sys.exit(f"--parts knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}.")
+    modes = options.modes.split(",")
+    workers = ["ops"] if "ops" in parts else []
+    for worker, (mode, wanted) in WORKERS.items():
+        if mode in modes and parts & wanted:
+            workers.append(worker)
+    results: dict[str, Any] = {}
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for worker in workers:
+            code |= run_worker(worker, options, Path(folder), results)
+            if options.save:
+                options.save.write_text(json.dumps(results, indent=1))
+    if all("error" not in results.get(f"cost {mode}", {"error": ""}) for mode in ("on", "off")):
+        compare_cost(results["cost on"], results["cost off"])
+    return code
+
+
+PARTS = {"ops": 120, "cost": 150, "bits": 240, "restart": 60, "off": 120}
+"""Part -> its time limit in seconds; of bits and off ``--seconds`` ends them before."""
+WORKERS = {"on": ("on", {"cost", "bits"}), "restart": ("on", {"restart"}), "off": ("off", {"cost", "off"})}
+"""Engine -> its mode, and what it is for."""
+START = 300.0
+"""Seconds that an engine may take to start."""
+SIZES = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
+
+
+def run_worker(name: str, options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> int:
+    """Start this script again for one engine, within a time limit, and take over what it saved; its exit code."""
+    save = folder / f"{name}.json"
+    command = [
+        sys.executable,
+        *sys.argv,
+        "--worker",
+        name,
+        "--save",
+        str(save),
+        "--expected",
+        str(folder / "bits.json"),
+    ]
+    limit = START + sum(PARTS.values()) + 2 * options.seconds
+    try:
+        code = subprocess.run(command, timeout=limit, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{name}: FAILED, hung: stopped after {limit:.0f} s", flush=True)
+        code = 1
+    if save.exists():
+        results |= json.loads(save.read_text())
+    elif code:
+        print(f"{name}: FAILED, exit {code}", flush=True)
+    return int(code != 0)
+
+
+def work(options: argparse.Namespace) -> int:
+    """One engine's parts, in a process of its own."""
+    parts, wanted = Parts(options.save), options.parts.split(",")
+    if options.worker == "ops":
+        parts.run("ops", try_operations, options, limit=PARTS["ops"])
+        return parts.end()
+    mode = WORKERS[options.worker][0]
+    if options.worker == "restart" and not options.expected.exists():
+        sys.exit("restart: FAILED, needs what bits keeps: name it in --parts, and --modes on.")
+    made: list[LLM] = []
+    with choose(options):
+        name = f"start {options.worker}"
+        parts.run(name, lambda: made.append(make_llm(options, invariant=mode == "on", **SIZES)), limit=START)
+    if not made:
+        return 1
+    [llm] = made
+    del parts.results[name]
+    wrong = 0
+    if options.worker == "restart":
+        found = parts.run("restart", try_restart, llm, options, limit=PARTS["restart"])
+        wrong = (found or {}).get("different", 0)
+    elif "cost" in wanted:
+        found = parts.run(f"cost {mode}", measure, llm, options, limit=PARTS["cost"])
+        llm.reset_prefix_cache()
+    if options.worker == "on" and "bits" in wanted:
+        found = parts.run(
+            "bits", lambda: try_situations(llm, options, options.situations, mode="on"),
+            limit=PARTS["bits"] + options.seconds,
+        )  # fmt: skip
+        wrong = (found or {}).get("different", 0)
+    if options.worker == "off" and "off" in wanted:
+        parts.run(
+            "off", lambda: try_situations(llm, options, options.off_situations, mode="off"),
+            limit=PARTS["off"] + options.seconds,
+        )  # fmt: skip
+    return parts.end() or int(wrong > 0)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--model", default="llama-8b", help="a folder of benchmarks/models, smollm2, or a path"
     )
-    parser.add_argument("--parts", default="ops,bits,off,cost")
+    parser.add_argument("--parts", default="ops,cost,bits,restart,off")
     parser.add_argument("--products", choices=("kernel", "xla"), default="kernel")
     parser.add_argument("--norm", choices=("kernel", "halves"), default="kernel")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--situations", type=int, default=200)
     parser.add_argument("--off-situations", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=60, help="end a part of bits after so many")
+    parser.add_argument("--seconds", type=float, default=180, help="bits and off end after so many")
     parser.add_argument("--most-company", type=int, default=511)
     parser.add_argument("--most-rows", type=int, default=8192, help="of ops")
     parser.add_argument("--longest", type=int, default=1500, help="prompt tokens of a compared request")
@@ -389,52 +576,12 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths of cost")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
     parser.add_argument("--modes", default="on,off")
-    parser.add_argument("--save", type=Path, help="a file for what cost measures")
+    parser.add_argument("--save", type=Path, help="a file for the results, as JSON")
     parser.add_argument("--compare", type=Path, nargs=2, help="print what such files say, and end")
     parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
-    options = parser.parse_args()
-    if options.verbose:
-        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
-    if options.compare:
-        saved = [json.loads(path.read_text()) for path in options.compare]
-        compare_cost(saved[0]["on"], saved[1]["off"])
-        return 0
-    parts = [part for part in options.parts.split(",") if part]
-    if "ops" in parts:
-        try_operations(options)
-    sizes = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
-    ok, costs, expected = True, {}, None
-    with choose(options):
-        for invariant in (True, False):
-            mode = "on" if invariant else "off"
-            if mode not in options.modes.split(","):
-                continue
-            wanted = {"bits", "cost"} if invariant else {"off", "cost"}
-            if not wanted & set(parts):
-                continue
-            with make_llm(options, invariant=invariant, **sizes) as llm:
-                if "cost" in parts:
-                    costs[mode] = measure(llm, options)
-                    print(json.dumps({mode: costs[mode]}), flush=True)
-                    if options.save:
-                        options.save.write_text(json.dumps(costs, indent=1))
-                    llm._core.scheduler.reset_prefix_cache()
-                if invariant and "bits" in parts:
-                    found, expected = try_situations(llm, options, options.situations, mode="on")
-                    ok = ok and found.different == 0
-                if not invariant and "off" in parts:
-                    try_situations(llm, options, options.off_situations, mode="off")
-            if invariant and "restart" in parts and expected:
-                with make_llm(options, invariant=True, **sizes) as llm:
-                    found = Differences()
-                    for target, bits in expected:
-                        llm.reset_prefix_cache()
-                        found.compare(run(llm, [target])[0], bits, "restart")
-                    print(f"restart: {found.line()}", flush=True)
-                    ok = ok and found.different == 0
-    if len(costs) == 2:
-        compare_cost(costs["on"], costs["off"])
-    return 0 if ok else 1
+    parser.add_argument("--worker", choices=("ops", *WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--expected", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
 """Steady decode, prefill and offline throughput through the public LLM class, with dummy weights.
 
-Prints each case's figure, its target, its floor (bytes over the memory bandwidth for decode, operations over the matrix
-rate for prefill) and the ratio to it, and the ratio to the peer's figure where one is known. ``--engine vllm`` runs the
-same cases through an installed vLLM, so that both can be measured in one run. ``--steps`` adds where each case's time
-went, by kind and padded size of step: steps, ms a step (from when the device could begin it to when its tokens were
-read), the share of it, live tokens, the share of padding, and what the host took beside waiting.
+Prints each case's figure, its target and whether it is met, its floor (bytes over the memory bandwidth for decode,
+operations over the matrix rate for prefill, both for throughput) and the ratio to it, the ratio to the peer's figure
+where one is known, and tokens a second. ``--engine vllm`` runs the same cases through an installed vLLM, so that both
+can be measured in one run. ``--steps`` adds where each case's time went, by kind and padded size of step: steps, ms a
+step (from when the device could begin it to when its tokens were read), the share of it, live tokens, the share of
+padding, and what the host took beside waiting.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
+    python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,256    # all that one model is asked for
+    python benchmarks/offline.py --model llama-8b --peer-settings --prefill 16x2048 --throughput
 
-``--xla-products`` and ``--split-heads`` change what programs hold: give each its own JAXSERVE_CACHE_DIR.
+Seconds of 8B on an H200: start 45 with an empty compile cache, 8 with a warm one, then 10 of imports; decode 30 for all
+row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5. 0.6B: a third
+of that and 45 to start; 30B-A3B: as 8B, and 85 to start. A case that fails or takes longer than ``--limit`` costs only
+itself. ``--xla-products`` and ``--split-heads`` change what programs hold: give each its own JAXSERVE_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -18,12 +24,15 @@ import collections
 import json
 import logging
 import statistics
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from parts import Parts
 
 MODELS = Path(__file__).parent / "models"
 BANDWIDTH = 4.3e12
@@ -73,6 +82,11 @@ TARGETS = {
     },
 }
 """On one H200: at most so many ms, at least so many tokens a second; at most so many seconds to start."""
+PEER_SETTINGS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}
+"""What the peer's figures were measured with."""
+EVERYTHING = {"decode": "1,8,32,64,128,256", "prefill": "1x512,1x2048,1x8192,16x2048"}
+CACHE_APART = 3.0
+"""Percent by which the cache may differ from its plan."""
 SAMPLED_SHARE = 0.97
 """Sampled tokens a second over greedy ones, at least."""
 
@@ -120,6 +134,13 @@ class Shape:
         attention = 2 * rows * tokens * tokens * self.query_width * self.layers
         return (products + attention) / MATRIX_RATE
 
+    def throughput_floor(self, prompts: Sequence[int], outputs: Sequence[int], rows: int) -> float:
+        """Seconds: each prompt's prefill, and decode steps of ``rows`` rows that read what they hold on average."""
+        prefill = sum(self.prefill_floor(1, n) for n in prompts)
+        tokens = sum(outputs)
+        held = sum(n * (prompt + n / 2) for prompt, n in zip(prompts, outputs, strict=True)) / tokens
+        return prefill + tokens / rows * self.decode_floor(rows, held)
+
 
 class StepLog:
     """Notes every step of jaxserve's engine: what it held, the shape it ran in, the time of device and host."""
@@ -127,32 +148,38 @@ class StepLog:
     def __init__(self, llm: Any) -> None:
         core = llm._core
         self._step, self._execute = core.step, core.runner.execute
-        self._kinds: collections.deque[str] = collections.deque()
+        self._running: collections.deque[tuple[str, int, int]] = collections.deque()
+        """Of each dispatch that was not read yet: its kind, rows, and decode steps."""
         self._seen: dict[tuple[str, int], list[Any]] = {}
+        self._full: dict[int, list[float]] = {}
         core.step, core.runner.execute = self.step, self.execute
 
     def execute(self, scheduled: Any) -> Any:
         pending = self._execute(scheduled)
-        decodes = scheduled.num_decode_rows == len(scheduled.num_scheduled_tokens)
-        self._kinds.append("decode" if decodes else "mixed")
+        rows, steps = len(scheduled.num_scheduled_tokens), getattr(scheduled, "num_decode_steps", 1)
+        kind = "decode" if scheduled.num_decode_rows == rows else "mixed"
+        self._running.append((kind if steps == 1 else f"{kind} {steps}x", rows, steps))
         return pending
 
     def step(self) -> Any:
         outputs = self._step()
         stats = outputs.stats
         if stats.step_padded_tokens:  # one was read
-            key = self._kinds.popleft(), stats.step_padded_tokens
-            self._seen.setdefault(key, []).append(
+            kind, rows, steps = self._running.popleft()
+            self._seen.setdefault((kind, stats.step_padded_tokens), []).append(
                 (stats.step_device_seconds, stats.step_padding_tokens, stats.step_host_seconds)
             )
+            if kind.startswith("decode"):
+                self._full.setdefault(rows, []).append(stats.step_device_seconds / steps)
         return outputs
 
     def clear(self) -> None:
         self._seen.clear()
+        self._full.clear()
 
     def full_decodes(self, rows: int) -> list[float]:
-        """Seconds of each step that decoded so many rows, in a program for just so many."""
-        return [seconds for seconds, padding, _ in self._seen.get(("decode", rows), []) if not padding]
+        """Seconds of each step that decoded so many rows and nothing else; of several in one dispatch their mean."""
+        return self._full.get(rows, [])
 
     def report(self) -> None:
         """Print what was noted since ``clear``."""
@@ -164,7 +191,7 @@ class StepLog:
         for (kind, size), steps in sorted(self._seen.items()):
             seconds, pads, host = (list(column) for column in zip(*steps, strict=True))
             mean, padded = statistics.mean(seconds), sum(pads) / (size * len(steps))
-            line = f"    {kind:7s} {size:6d}  {len(steps):5d} steps x {1e3 * mean:8.2f} ms"
+            line = f"    {kind:10s} {size:6d}  {len(steps):5d} steps x {1e3 * mean:8.2f} ms"
             line += f" = {sum(seconds) / max(total, 1e-9):5.1%}  live {size - statistics.mean(pads):8.1f}"
             print(f"{line}  padding {padded:5.1%}  host {1e3 * statistics.mean(host):6.2f} ms")
         print(
@@ -189,6 +216,8 @@ class Engine:
         self.params, self.name = SamplingParams, name
         self.llm = LLM(str(model), **shared)
         self.startup = time.perf_counter() - started
+        self.rows = shared.get("max_num_seqs", 256)
+        """Rows of a step, at most."""
         self.steps = StepLog(self.llm) if steps and name == "jaxserve" else None
 
     def run(self, prompts: list[list[int]], max_tokens: list[int], **params: Any) -> float:
@@ -221,10 +250,12 @@ class Benchmark:
 
     def report(
         self, case: str, value: float, unit: str, *, target: float | None = None, floor: float | None = None,
-        peer: float | None = None,
+        peer: float | None = None, rate: float | None = None,
     ) -> None:  # fmt: skip
-        """Print a case; where more than one is given, small values are good but for rates."""
-        line = f"{case:34s} {value:10.2f} {unit:8s}"
+        """Print a case; small values are good but for rates and ratios. ``rate``: tokens a second."""
+        line, met = f"{case:34s} {value:10.2f} {unit:8s}", None
+        if rate is not None:
+            line += f" {rate:9.0f} tokens/s"
         if target is not None and self.scale == 1:
             met = value >= target if unit in ("tokens/s", "") else value <= target
             line += f" target {target:8.2f} {'met   ' if met else 'MISSED'}"
@@ -236,8 +267,16 @@ class Benchmark:
         if self.engine.steps is not None and unit:
             self.engine.steps.report()
         self.results.append({
-            "case": case, "value": value, "unit": unit, "target": target, "floor": floor, "peer": peer,
+            "case": case, "value": value, "unit": unit, "target": target, "met": met, "floor": floor, "peer": peer,
         })  # fmt: skip
+
+    def summary(self) -> None:
+        judged = [each for each in self.results if each["met"] is not None]
+        missed = [each["case"] for each in judged if not each["met"]]
+        if judged:
+            print(
+                f"{len(judged) - len(missed)} of {len(judged)} targets met; missed: {', '.join(missed) or 'none'}"
+            )
 
     def clear_steps(self) -> None:
         if self.engine.steps is not None:
@@ -247,6 +286,12 @@ class Benchmark:
         """Seconds until the engine was ready, with a compile cache that was ``empty`` or ``warm``."""
         target = self.targets.get("start", {}).get(state)
         self.report(f"start, {state or 'some'} compile cache", self.engine.startup, "s", target=target)
+
+    def cache(self, allocated: int, planned: int) -> None:
+        """Tokens of the KV cache beside those of the plan."""
+        print(f"KV cache: {allocated:,} tokens allocated, {planned:,} planned")
+        apart = 100 * abs(allocated / planned - 1)
+        self.report("cache, allocated against planned", apart, "% apart", target=CACHE_APART)
 
     def decode(self, rows: int) -> None:
         """(t(129 tokens) - t(1 token)) / 128."""
@@ -260,15 +305,15 @@ class Benchmark:
         floor = self.shape.decode_floor(rows, length + output / 2)
         self.report(
             f"decode, {rows} rows", 1e3 * step, "ms", target=self.targets.get("decode", {}).get(rows),
-            floor=1e3 * floor, peer=self.peer.get("decode", {}).get(rows),
+            floor=1e3 * floor, peer=self.peer.get("decode", {}).get(rows), rate=rows / step,
         )  # fmt: skip
 
     def prefill(self, rows: int, tokens: int) -> None:
         self.clear_steps()
         times = [self.engine.run(self.prompts([tokens] * rows), [1] * rows) for _ in range(5)]
-        floor = 1e3 * self.shape.prefill_floor(rows, tokens)
+        floor, seconds = 1e3 * self.shape.prefill_floor(rows, tokens), statistics.median(times)
         self.report(
-            f"prefill, {rows} x {tokens}", 1e3 * statistics.median(times), "ms",
+            f"prefill, {rows} x {tokens}", 1e3 * seconds, "ms", rate=rows * tokens / seconds,
             target=self.targets.get("prefill", {}).get((rows, tokens)), floor=floor,
             peer=self.peer.get("prefill", {}).get((rows, tokens)),
         )  # fmt: skip
@@ -286,14 +331,15 @@ class Benchmark:
         prompts = self.prompts(lengths)
         self.clear_steps()
         rate = sum(outputs) / self.engine.run(prompts, outputs, **(SAMPLED if sampled else {}))
+        floor = sum(outputs) / self.shape.throughput_floor(lengths, outputs, min(requests, self.engine.rows))
         peers = self.peer_sampled if sampled else self.peer.get("throughput", {})
         target = None if sampled else self.targets.get("throughput", {}).get(name)
         kind = "sampled" if sampled else "greedy"
-        self.report(f"{name}, {kind}", rate, "tokens/s", target=target, peer=peers.get(name))
+        self.report(f"{name}, {kind}", rate, "tokens/s", target=target, floor=floor, peer=peers.get(name))
         return rate
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -304,6 +350,18 @@ def main() -> None:
     parser.add_argument(
         "--throughput", action="store_true", help="both offline workloads, greedy and sampled"
     )
+    parser.add_argument("--all", action="store_true", help="the three workloads in all their sizes")
+    parser.add_argument(
+        "--peer-settings", action="store_true", help="1,024 rows and 16,384 tokens a step, as the peer had"
+    )
+    parser.add_argument(
+        "--cache-plan", metavar="TOPOLOGY", help="compare the cache with what jaxserve plan says of this"
+    )
+    parser.add_argument(
+        "--profile", default="", help="row counts whose decode steps are profiled afterwards: 1,64"
+    )
+    parser.add_argument("--top", type=int, default=14, help="kernels that a profile names")
+    parser.add_argument("--limit", type=float, default=90, help="seconds of one case")
     parser.add_argument(
         "--start", choices=("empty", "warm"), help="what the compile cache is, to print the start's target"
     )
@@ -334,24 +392,57 @@ def main() -> None:
         from pallas_kernels.split_heads import gpu
 
         gpu.MOST_TOKENS = options.split_heads
+    if options.all:
+        options.decode, options.prefill = EVERYTHING["decode"], EVERYTHING["prefill"]
+        options.throughput = True
+    arguments = {**(PEER_SETTINGS if options.peer_settings else {}), **options.arguments}
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
     config = json.loads((folder / "config.json").read_text())
-    engine = Engine(options.engine, folder, options.arguments, steps=options.steps)
+    planned = None
+    if options.cache_plan:
+        import cache_size
+
+        planned = cache_size.start_plan(folder, options.cache_plan, {"max_model_len": 16384, **arguments})
+    engine = Engine(options.engine, folder, arguments, steps=options.steps)
     print(f"{options.engine}, {options.model}: ready after {engine.startup:.1f} s", flush=True)
     benchmark = Benchmark(engine, options.model, config, options.scale)
     benchmark.start(options.start)
-    benchmark.engine.run(benchmark.prompts([64] * 4), [8] * 4)
+    if planned is not None:
+        benchmark.cache(*cache_size.compare(engine.llm, planned))
+    parts = Parts(limit=options.limit)
+    parts.run("warm-up", lambda: engine.run(benchmark.prompts([64] * 4), [8] * 4))
+    for name, function, *values in cases(benchmark, options):
+        found = parts.run(name, function, *values)
+        if name.startswith("profile") and found:
+            benchmark.results.append({"case": name, "met": None, **found})
+        if options.output:
+            Path(options.output).write_text(json.dumps(benchmark.results, indent=1))
+    benchmark.summary()
+    return parts.end()
+
+
+def cases(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+    """Names, functions and their arguments, in order."""
     for rows in filter(None, options.decode.split(",")):
-        benchmark.decode(int(rows))
+        yield f"decode {rows}", benchmark.decode, int(rows)
     for case in filter(None, options.prefill.split(",")):
         rows, tokens = map(int, case.split("x"))
-        benchmark.prefill(rows, max(1, tokens // options.scale))
-    if options.throughput:
-        for name in THROUGHPUT:
-            benchmark.throughput(name)
-    if options.output:
-        Path(options.output).write_text(json.dumps(benchmark.results, indent=1))
+        yield f"prefill {case}", benchmark.prefill, rows, max(1, tokens // options.scale)
+    for name in THROUGHPUT if options.throughput else ():
+        yield name, benchmark.throughput, name
+    for rows in filter(None, options.profile.split(",")):
+        import profile_step
+
+        context = PROMPT // options.scale
+        yield (
+            f"profile {rows}",
+            profile_step.profile_rows,
+            benchmark.engine.llm,
+            int(rows),
+            context,
+            options.top,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

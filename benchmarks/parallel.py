@@ -1,18 +1,21 @@
 """Tensor, expert and data parallelism on the GPUs of one host: the same tokens as one GPU's, and how much faster.
 
-    python benchmarks/parallel.py                             # every case, on two H200s: about five minutes
+    python benchmarks/parallel.py                             # every case, on two H200s
     python benchmarks/parallel.py --cases tokens decode --devices 4
-    python benchmarks/parallel.py --cases tokens --model tiny/ --moe-model tiny-moe/ --prompt 16 --tokens 8   # on a CPU
+    python benchmarks/parallel.py --cases tokens --model a/ --moe-model b/ --prompt 16 --tokens 8 --scale 8   # on a CPU
 
 Weights are random (``--load-format dummy``), the same whatever the mesh. Every engine has a process of its own. Those
-of a round start side by side, each with its share of the GPUs' memory, and then take turns: only one does anything.
+of a round start side by side, each with its share of the GPUs' memory, and then take turns: only one does anything. An
+engine that does not start within ``--limit`` seconds, or takes longer than that to run, is ended; the others go on.
+What a round found is printed, and saved (``--json``), when it ends.
 
     tokens    float32: greedy tokens of N devices equal one device's. bfloat16: log probabilities of the 20 likeliest
-              first tokens, as far apart as stated. Dense (tp), experts (tp with expert parallelism), and data parallel
+              first tokens within 2e-2. Dense (tp), experts (tp with expert parallelism), and data parallel. About 70 s
+              a round on two H200s, four rounds; with --moe-layers 12 three quarters of that
     decode    ms a step at 1, 32 and 256 rows and of prefill, 16 x 2,048, on 1 and N devices; of decode the median of
-              the steps in which all rows ran
-    moe       the same for experts at 256 rows
-    large     a 70B shape on N devices beside its bandwidth floor
+              the steps in which all rows ran. 70 s
+    moe       the same for experts at 256 rows. 110 s
+    large     a 70B shape on N devices beside its bandwidth floor. 120 s
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from offline import MODELS, Engine, Shape
+from parts import clean_up_when_ended, verdict
 
 CASES = ("tokens", "decode", "moe", "large")
 GIB = 1 << 30
@@ -43,6 +46,20 @@ SMALL = {
     "kv_cache_memory_bytes": GIB,
 }
 """An engine for the comparison of tokens: few programs, so that it starts soon."""
+MEMORY = 139.8 * GIB
+"""Of an H200."""
+WORKSPACE = 4 * GIB
+"""Beside an engine's weights: its cache, temporaries, the programs' code."""
+MOST_SHARE = 0.9
+"""Of the engines of one round together: each process has a context of CUDA too."""
+APART = 2e-2
+"""First tokens' log probabilities in bfloat16, at most."""
+SCALING = {
+    "dense tp": {"decode": {"1": 1.35, "256": 1.6}, "prefill": {"16 x 2048": 1.6}},
+    "moe ep": {"decode": {"256": 1.5}},
+}
+"""One device's time over that of two, at least."""
+LARGE_OVER_FLOOR = 1.35
 TOP = 20
 OUTPUT = 129
 """Tokens that every timed request gets."""
@@ -85,70 +102,134 @@ def main() -> int:
     parser.add_argument("--model", default="llama-8b", help="dense; a folder of benchmarks/models, or a path")
     parser.add_argument("--moe-model", default="qwen3-30b-a3b", help="with experts")
     parser.add_argument("--large-model", default="llama-70b")
-    parser.add_argument(
-        "--moe-layers", type=int, default=12, help="of the float32 comparison, to fit one GPU"
-    )
+    parser.add_argument("--moe-layers", type=int, help="of the float32 comparison, instead of all")
     parser.add_argument("--prompt", type=int, default=200, help="longest prompt of the comparison")
     parser.add_argument("--tokens", type=int, default=64, help="greedy tokens compared")
-    parser.add_argument("--limit", type=int, default=200, help="seconds for one engine to start, or to run")
+    parser.add_argument(
+        "--scale", type=int, default=1, help="divide rows, budgets and lengths (to try it on a CPU)"
+    )
+    parser.add_argument("--limit", type=int, default=180, help="seconds for one engine to start, or to run")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--logs", type=Path, help="a folder for what each engine printed")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(Run(**options.worker), options)
         return 0
+    clean_up_when_ended()
     results: dict[str, Any] = {}
-    failed = False
+    failed: list[str] = []
     for case in options.cases:
-        began, found = time.monotonic(), {}
-        for runs in plan(case, options):
-            found |= run_round(runs, options)
-        results |= found
-        failed |= not REPORTS[case](found, options)
+        began = time.monotonic()
+        try:
+            if not run_case(case, options, results):
+                failed.append(case)
+        except Exception:
+            traceback.print_exc()
+            failed.append(case)
         print(f"# {case}: {time.monotonic() - began:.0f} s", flush=True)
+    if failed:
+        print(f"MISSED or FAILED: {', '.join(failed)}", flush=True)
+    return int(bool(failed))
+
+
+def run_case(case: str, options: argparse.Namespace, results: dict[str, Any]) -> bool:
+    """Run a case's rounds, each reported and saved as it ends; whether all is as it should be."""
+    good, found = True, {}
+    for runs in plan(case, options):
+        new = run_round(runs, options)
+        found |= new
+        results |= new
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
-    return int(failed)
+        good &= REPORTS[case](found, set(new), options)
+    return good
 
 
 def plan(case: str, options: argparse.Namespace) -> list[list[Run]]:
     """The rounds of a case, of engines that fit the devices together."""
-    n = options.devices
-    tensor, experts = {"tensor_parallel_size": n}, {"tensor_parallel_size": n, "enable_expert_parallel": True}
     if case == "tokens":
-        exact, rounded = {**SMALL, "dtype": "float32"}, {**SMALL, "dtype": "bfloat16"}
-        few = {"hf_overrides": {"num_hidden_layers": options.moe_layers}}
-        dense, moe = options.model, options.moe_model
-        ranks = {"data_parallel_size": n}
-        return [
-            [
-                Run("dense float32 1", dense, exact, 0.3), Run("moe float32 1", moe, {**exact, **few}, 0.35),
-                Run("dense bfloat16 1", dense, rounded, 0.2, n - 1), Run("moe bfloat16 1", moe, rounded, 0.5, n - 1),
-            ],
-            [
-                Run("dense float32 tp", dense, {**exact, **tensor}, 0.2),
-                Run("dense bfloat16 tp", dense, {**rounded, **tensor}, 0.14),
-                Run("dense float32 dp", dense, {**exact, **ranks}, 0.32),
-            ],
-            [
-                Run("moe float32 ep", moe, {**exact, **few, **experts}, 0.24),
-                Run("moe bfloat16 ep", moe, {**rounded, **experts}, 0.3),
-                Run("moe float32 dp ep", moe, {**exact, **few, **ranks, "enable_expert_parallel": True}, 0.3),
-            ],
-        ]  # fmt: skip
+        return compared_runs(options)
+    n, scale = options.devices, options.scale
+    tensor = {"tensor_parallel_size": n}
     if case == "decode":
-        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "max_model_len": 2304}
-        one = Run("dense 1", options.model, cached(sizes, 40), 0.5, rows=(1, 32, 256), prefill=((16, 2048),))
-        many = replace(one, name="dense tp", arguments=cached({**sizes, **tensor}, 40 / n), share=0.35)
-        return [[one, many]]
-    if case == "moe":
-        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 2304}
-        one = Run("moe 1", options.moe_model, cached(sizes, 18), 0.6, rows=(256,), prompt=512)
-        return [
-            [one, replace(one, name="moe ep", arguments=cached({**sizes, **experts}, 18 / n), share=0.34)]
-        ]
-    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2304}
-    return [[Run("large tp", options.large_model, cached({**tensor, **sizes}, 26 / n), 0.9, rows=(1, 64))]]
+        name, gib, shares, many = "dense", 40, (0.5, 0.35), ("tp", tensor)
+        model, rows, prefill, prompt, most = options.model, (1, 32, 256), ((16, 2048),), 1024, 4096
+    elif case == "moe":
+        name, gib, shares, many = "moe", 18, (0.58, 0.31), ("ep", {**tensor, "enable_expert_parallel": True})
+        model, rows, prefill, prompt, most = options.moe_model, (256,), (), 512, 2048
+    else:
+        name, gib, shares, many = "large", 26, (None, 0.9), ("tp", tensor)
+        model, rows, prefill, prompt, most = options.large_model, (1, 64), (), 1024, 1024
+    sizes = {
+        "max_num_seqs": max(rows) // scale, "max_num_batched_tokens": most // scale, "max_model_len": 2304,
+    }  # fmt: skip
+    ways = [("1", {}, gib, shares[0]), (many[0], many[1], gib / n, shares[1])]
+    runs = [
+        Run(
+            f"{name} {way}", model, cached({**sizes, **parallel}, cache / scale), share, prompt=prompt // scale,
+            rows=tuple(max(1, each // scale) for each in rows),
+            prefill=tuple((max(2, r // scale), t // scale) for r, t in prefill),
+        )
+        for way, parallel, cache, share in ways if share is not None
+    ]  # fmt: skip
+    return [runs]
+
+
+def compared_runs(options: argparse.Namespace) -> list[list[Run]]:
+    n, dense, moe = options.devices, options.model, options.moe_model
+    small = {
+        **SMALL, "max_num_seqs": SMALL["max_num_seqs"] // options.scale,
+        "max_num_batched_tokens": SMALL["max_num_batched_tokens"] // options.scale,
+    }  # fmt: skip
+    exact, rounded = {**small, "dtype": "float32"}, {**small, "dtype": "bfloat16"}
+    fewer = {"hf_overrides": {"num_hidden_layers": options.moe_layers}} if options.moe_layers else {}
+    deep: dict[str, Any] = {**exact, **fewer}
+    whole: dict[str, Any] = {}
+    tensor, ranks = {"tensor_parallel_size": n}, {"data_parallel_size": n}
+    experts = {"enable_expert_parallel": True}
+    rounds: list[list[tuple[str, str, dict[str, Any], dict[str, Any], int]]] = [
+        [
+            ("dense float32 1", dense, exact, whole, n - 1), ("dense bfloat16 1", dense, rounded, whole, n - 1),
+            ("moe float32 1", moe, deep, whole, 0), ("moe bfloat16 1", moe, rounded, whole, n - 1),
+        ],
+        [
+            ("dense float32 tp", dense, exact, tensor, 0), ("dense bfloat16 tp", dense, rounded, tensor, 0),
+            ("dense float32 dp", dense, exact, ranks, 0), ("dense bfloat16 dp", dense, rounded, ranks, 0),
+        ],
+        [
+            ("moe float32 ep", moe, deep, {**tensor, **experts}, 0),
+            ("moe bfloat16 ep", moe, rounded, {**tensor, **experts}, 0),
+        ],
+        [
+            ("moe float32 dp ep", moe, deep, {**ranks, **experts}, 0),
+            ("moe bfloat16 dp ep", moe, rounded, {**ranks, **experts}, 0),
+        ],
+    ]  # fmt: skip
+    runs = [
+        [Run(name, model, {**sizes, **way}, device=device) for name, model, sizes, way, device in each]
+        for each in rounds
+    ]
+    return [[replace(run, share=share_of(run)) for run in each] for each in runs]
+
+
+def share_of(run: Run) -> float:
+    """Of a device's memory, what an engine of ``SMALL`` needs: its weights there, and ``WORKSPACE``."""
+    config = read_config(run.model) | run.arguments.get("hf_overrides", {})
+    shape = Shape.of(config)
+    experts = shape.layers * shape.experts * shape.expert_params
+    tables = shape.head_params * (1 if config.get("tie_word_embeddings") else 2)
+    tensor, ranks = run.arguments.get("tensor_parallel_size", 1), run.arguments.get("data_parallel_size", 1)
+    params = (shape.matrix_params + tables) / tensor + experts / (tensor * ranks)
+    return (params * (4 if run.arguments["dtype"] == "float32" else 2) + WORKSPACE) / MEMORY
+
+
+def read_config(model: str) -> dict[str, Any]:
+    return json.loads((folder_of(model) / "config.json").read_text())
+
+
+def folder_of(model: str) -> Path:
+    return MODELS / model if (MODELS / model).is_dir() else Path(model)
 
 
 def cached(arguments: dict[str, Any], gib: float) -> dict[str, Any]:
@@ -158,21 +239,31 @@ def cached(arguments: dict[str, Any], gib: float) -> dict[str, Any]:
 
 def run_round(runs: list[Run], options: argparse.Namespace) -> dict[str, Any]:
     """Name -> what each engine's process reported, or ``{"error": ...}``."""
+    fullest = max(
+        sum(run.share for run in runs if run.devices > 1 or run.device == d) for d in range(options.devices)
+    )
+    if fullest > MOST_SHARE + 1e-9:
+        return {
+            run.name: {"error": f"the round needs {fullest:.2f} of a device's memory; lower --moe-layers"}
+            for run in runs
+        }
     workers = [Worker(run, options) for run in runs]
+    results: dict[str, Any] = {}
     try:
         started = time.monotonic()
         for worker in workers:
-            worker.wait_for("ready", started + options.limit)
+            if worker.wait_for("ready", started + options.limit) is None:
+                results[worker.run.name] = worker.give_up(options, "to start")
         waited = time.monotonic() - started
-        results = {worker.run.name: worker.finish(options) for worker in workers}
+        for worker in workers:
+            if worker.run.name not in results:
+                results[worker.run.name] = worker.finish(options)
     finally:
         for worker in workers:
-            worker.process.kill()
-            worker.process.wait()
-    names = ", ".join(run.name for run in runs)
-    print(
-        f"# {names}: {waited:.0f} s to start, {time.monotonic() - started - waited:.0f} s to run", flush=True
-    )
+            worker.stop(options)
+    names = ", ".join(f"{run.name} ({run.share:.2f})" for run in runs)
+    seconds = time.monotonic() - started
+    print(f"# {names}: {waited:.0f} s to start, {seconds - waited:.0f} s to run", flush=True)
     return results
 
 
@@ -189,18 +280,18 @@ class Worker:
         flags = environment.get("XLA_FLAGS", "")
         if "host_platform_device_count" not in flags:
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={run.devices}"
-        command = [
-            sys.executable,
-            __file__,
-            "--worker",
-            json.dumps(vars(run)),
+        sizes = [
             "--prompt",
             str(options.prompt),
+            "--tokens",
+            str(options.tokens),
+            "--scale",
+            str(options.scale),
         ]
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--tokens", str(options.tokens)], stdin=subprocess.PIPE, stdout=self._out,
-            stderr=subprocess.STDOUT, env=environment,
+            [sys.executable, __file__, "--worker", json.dumps(vars(run)), *sizes], stdin=subprocess.PIPE,
+            stdout=self._out, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
 
     def wait_for(self, word: str, until: float) -> Any:
@@ -215,19 +306,31 @@ class Worker:
             time.sleep(0.05)
 
     def finish(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Let it run, if it is ready; what it found."""
-        result = None
-        if self.wait_for("ready", 0) is not None and self.process.poll() is None:
-            assert self.process.stdin is not None
+        """Let it run, as it is ready; what it found."""
+        assert self.process.stdin is not None
+        try:
             self.process.stdin.write(b"go\n")
             self.process.stdin.flush()
-            result = self.wait_for("result", time.monotonic() + options.limit)
-        if result is not None:
-            return result
+        except BrokenPipeError:  # it ended meanwhile
+            return self.give_up(options, "to run")
+        result = self.wait_for("result", time.monotonic() + options.limit)
+        return self.give_up(options, "to run") if result is None else result
+
+    def give_up(self, options: argparse.Namespace, what: str) -> dict[str, Any]:
+        """End it, so that it disturbs nobody; how it failed, of which its last lines are printed."""
         code, lines = self.process.poll(), self._lines()
-        print("\n".join(lines[-6:]), flush=True)
-        end = f"stopped after {options.limit} s" if code is None else f"exit {code}"
+        self.stop(options)
+        print(f"--- {self.run.name}:", *lines[-8:], sep="\n", flush=True)
+        end = f"not done after {options.limit} s {what}" if code is None else f"exit {code}"
         return {"error": f"{end}: {lines[-1] if lines else 'no output'}"}
+
+    def stop(self, options: argparse.Namespace) -> None:
+        """End its process, and keep what it printed. Callable twice."""
+        self.process.kill()
+        self.process.wait()
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{self.run.name.replace(' ', '_')}.log").write_text("\n".join(self._lines()))
 
     def _lines(self) -> list[str]:
         self._out.seek(0)
@@ -236,19 +339,16 @@ class Worker:
 
 def work(run: Run, options: argparse.Namespace) -> None:
     """In a process of its own: start the engine, wait, do what ``run`` says, print it as JSON."""
-    from offline import MODELS, Engine
-
-    folder = MODELS / run.model if (MODELS / run.model).is_dir() else Path(run.model)
-    config = json.loads((folder / "config.json").read_text())
     arguments = {"gpu_memory_utilization": run.share, **run.arguments}
-    engine = Engine("jaxserve", folder, arguments, steps=bool(run.rows))
+    config = read_config(run.model)
+    engine = Engine("jaxserve", folder_of(run.model), arguments, steps=bool(run.rows))
     print(json.dumps({"ready": engine.startup}), flush=True)
     if not sys.stdin.readline():
         return  # the others failed
     rng = np.random.default_rng(0)
     result: dict[str, Any] = {"ready": engine.startup}
     if run.rows or run.prefill:
-        result |= timed(run, engine, config, rng)
+        result |= timed(run, engine, config, rng, options)
     else:
         lengths = [1, 2, *rng.integers(3, max(4, options.prompt), 6).tolist()]
         result |= compared(
@@ -268,80 +368,103 @@ def compared(engine: Any, prompts: list[list[int]], options: argparse.Namespace)
     }
 
 
-def timed(run: Run, engine: Any, config: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+def timed(
+    run: Run, engine: Any, config: dict[str, Any], rng: np.random.Generator, options: argparse.Namespace
+) -> dict[str, Any]:
     def prompts(rows: int, tokens: int) -> list[list[int]]:
         return [rng.integers(8, config["vocab_size"], tokens).tolist() for _ in range(rows)]
 
-    engine.run(prompts(2, 64), [8] * 2)
+    engine.run(prompts(2, 64 // options.scale), [8] * 2)
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
     for rows in run.rows:
         engine.steps.clear()
         engine.run(prompts(rows, run.prompt), [OUTPUT] * rows)
         result["decode"][str(rows)] = 1e3 * statistics.median(engine.steps.full_decodes(rows))
+        print(f"decode, {rows} rows: {result['decode'][str(rows)]:.2f} ms", flush=True)
     for rows, tokens in run.prefill:
         times = [engine.run(prompts(rows, tokens), [1] * rows) for _ in range(3)]
         result["prefill"][f"{rows} x {tokens}"] = 1e3 * statistics.median(times)
     return result
 
 
-def report_tokens(results: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Whether all float32 tokens agree, and nothing failed."""
+def report_tokens(found: dict[str, Any], new: set[str], options: argparse.Namespace) -> bool:
+    """Whether what was found just now agrees with one device's, and nothing failed."""
     good = True
-    for name, other in results.items():
-        if len(name.split()) < 3 or name.endswith(" 1"):
-            continue
-        base = results.get(f"{' '.join(name.split()[:2])} 1", {"error": "not run"})
+    for name in sorted(new):
+        kind, dtype, way = name.split(maxsplit=2)
+        other, base = found[name], found.get(f"{kind} {dtype} 1", {"error": "one device was not run"})
         if "error" in other or "error" in base:
-            print(f"{name:20s} FAILED {other.get('error') or base['error']}")
+            print(f"{name:20s} FAILED {other.get('error') or base['error']}", flush=True)
             good = False
-            continue
-        same = sum(a == b for a, b in zip(base["tokens"], other["tokens"], strict=True))
-        apart = max(
-            abs(row[token] - value)
-            for mine, row in zip(base["first"], other["first"], strict=True)
-            for token, value in mine.items()
-            if token in row
-        )
-        total = len(base["tokens"])
-        line = f"{name:20s} {same} of {total} answers of {options.tokens} tokens the same as one device's"
-        print(f"{line}, first log probabilities within {apart:.1e}", flush=True)
-        good &= same == total if "float32" in name else apart < 2e-2
+        elif way != "1":
+            good &= report_comparison(name, base, other, options)
     return good
 
 
-def report_times(results: dict[str, Any], options: argparse.Namespace) -> bool:
+def report_comparison(
+    name: str, base: dict[str, Any], other: dict[str, Any], options: argparse.Namespace
+) -> bool:
+    same = sum(a == b for a, b in zip(base["tokens"], other["tokens"], strict=True))
+    total, apart = len(base["tokens"]), 0.0
+    for mine, row in zip(base["first"], other["first"], strict=True):
+        apart = max([apart, *(abs(row[token] - value) for token, value in mine.items() if token in row)])
+    agree = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        for a, b in zip(base["tokens"], other["tokens"], strict=True)
+    ]
+    line = f"{name:20s} {same} of {total} answers of {options.tokens} tokens the same as one device's"
+    if "float32" in name:
+        good = same == total
+        line += (
+            f" (target all: {'met' if good else f'MISSED, the first to differ after {min(agree)} tokens'})"
+        )
+        print(f"{line}; first log probabilities within {apart:.1e}", flush=True)
+        return good
+    print(f"{line}; first log probabilities within {apart:.1e} ({verdict(apart, APART)})", flush=True)
+    return apart <= APART
+
+
+def report_times(found: dict[str, Any], new: set[str], options: argparse.Namespace) -> bool:
+    """How much faster N devices are; whether that is as much as it should be, where that is said."""
     good = True
     for one, many in (("dense 1", "dense tp"), ("moe 1", "moe ep")):
-        if one not in results and many not in results:
+        if many not in new:
             continue
-        base, other = results.get(one, {}), results.get(many, {})
-        for error in filter(None, (base.get("error"), other.get("error"))):
-            print(f"{many:10s} FAILED {error}")
-            good = False
+        base, other = found.get(one, {}), found[many]
+        for name, each in ((one, base), (many, other)):
+            if "error" in each:
+                print(f"{name:10s} FAILED {each['error']}", flush=True)
+                good = False
         for kind in ("decode", "prefill"):
-            for case, ms in other.get(kind, {}).items():
-                alone = base.get(kind, {}).get(case)
-                scaling = "" if alone is None else f"{alone:9.2f} ms alone, {alone / ms:5.2f} x"
-                print(f"{many:10s} {kind} {case:10s} {ms:9.2f} ms on {options.devices} {scaling}", flush=True)
+            for case in {**base.get(kind, {}), **other.get(kind, {})}:
+                alone, ms = base.get(kind, {}).get(case), other.get(kind, {}).get(case)
+                times = [f"{each:9.2f} ms on {n}" for each, n in ((alone, 1), (ms, options.devices)) if each]
+                line = f"{many:10s} {kind} {case:10s} {', '.join(times)}"
+                if alone and ms:
+                    line += f", {alone / ms:5.2f} x"
+                    target = SCALING[many].get(kind, {}).get(case) if options.scale == 1 else None
+                    if target is not None and options.devices == 2:
+                        line += f"  {verdict(alone / ms, target, least=True)}"
+                        good &= alone / ms >= target
+                print(line, flush=True)
     return good
 
 
-def report_large(results: dict[str, Any], options: argparse.Namespace) -> bool:
-    from offline import MODELS, Shape
-
-    found = results["large tp"]
-    if "error" in found:
-        print(f"large      FAILED {found['error']}")
+def report_large(found: dict[str, Any], new: set[str], options: argparse.Namespace) -> bool:
+    large = found["large tp"]
+    if "error" in large:
+        print(f"large      FAILED {large['error']}", flush=True)
         return False
-    folder = MODELS / options.large_model
-    shape = Shape.of(json.loads((folder / "config.json").read_text()))
-    for rows, ms in found["decode"].items():
-        floor = 1e3 * shape.decode_floor(int(rows), 1024 + OUTPUT / 2) / options.devices
-        print(
-            f"large      decode {rows:10s} {ms:9.2f} ms on {options.devices}, floor {floor:.2f}: {ms / floor:.2f} x"
-        )
-    print(f"large      ready after {found['ready']:.0f} s", flush=True)
-    return True
+    shape, good = Shape.of(read_config(options.large_model)), True
+    for rows, ms in large["decode"].items():
+        floor = 1e3 * shape.decode_floor(int(rows), 1024 // options.scale + OUTPUT / 2) / options.devices
+        line = f"large      decode {rows:10s} {ms:9.2f} ms on {options.devices}, floor {floor:.2f}: {ms / floor:.2f} x"
+        if options.scale == 1:
+            line += f"  {verdict(ms / floor, LARGE_OVER_FLOOR)}"
+            good &= ms / floor <= LARGE_OVER_FLOOR
+        print(line, flush=True)
+    print(f"large      ready after {large['ready']:.0f} s", flush=True)
+    return good
 
 
 REPORTS = {"tokens": report_tokens, "decode": report_times, "moe": report_times, "large": report_large}
