@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
+from jaxserve.runner.burst_program import fields_at
 from jaxserve.runner.input_batch import InputBatch
 from jaxserve.runner.programs import SAMPLERS, ProgramStyle, StepVariant, head_variants, step_variants
 from jaxserve.runner.step_layout import FROM_DEVICE
 from jaxserve.sampling.metadata import ALL_FEATURES, COLUMN, Feature
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.step import CachedRequestData, NewRequestData, SchedulerOutput
+from jaxserve.step import BurstLimits, CachedRequestData, NewRequestData, SchedulerOutput
 
 pytestmark = pytest.mark.device
 
@@ -171,3 +173,36 @@ def test_every_step_within_the_budget_has_a_program(budget, rows):
                 assert StepVariant(bucket, Feature.NONE if fixed else ALL_FEATURES, False, fixed) in programs
                 assert bucket.num_rows >= num_rows
                 assert bucket.num_tokens >= num_tokens
+
+
+def test_a_burst_is_its_steps():
+    """What the device makes of a burst's buffer for each of its steps is what the host would have sent for it alone."""
+    table = BucketTable.build(64, S, decode_programs=True)
+    builder = BatchBuilder(table, BLOCK, S, BurstLimits(4, max_rows=8, max_top_k=64))
+    assert list(builder.burst_layouts) == [Bucket(1, 1), Bucket(8, 8)]
+    tokens, batches = {"a": 4, "b": 4, "c": 2}, []
+    for _ in range(2):
+        batch = InputBatch(S, vocab_size=100)
+        for index, request_id in enumerate(tokens):
+            batch.add(new_request(request_id, list(range(5 + index)), computed=4 + index, seed=3))
+        batches.append(batch)
+    burst = SchedulerOutput(
+        0, num_scheduled_tokens=tokens, num_decode_rows=3, samples=set(tokens), num_decode_steps=4
+    )
+    built = builder.build(batches[0], burst)
+    fields = builder.burst_layouts[built.bucket].split(jnp.asarray(built.buffer))
+    assert fields["live_rows"].tolist() == [3, 3, 2, 2]
+    assert batches[0].num_computed_tokens[built.rows].tolist() == [8, 9, 8]
+    for index, live in enumerate(fields["live_rows"]):
+        names = list(tokens)[:live]
+        alone = builder.build(
+            batches[1], step(dict.fromkeys(names, 1), live, set(names)), bucket=Bucket(8, 8)
+        )
+        expected, found = builder.layouts[alone.bucket].split(alone.buffer), fields_at(fields, index)
+        for name in ("query_start_loc", "num_computed_tokens", "token_ids", "sampling", "row_index"):
+            stop = live + 1 if name == "query_start_loc" else live
+            np.testing.assert_array_equal(
+                found[name][:stop], expected[name][:stop], err_msg=f"{index} {name}"
+            )
+        assert found["query_start_loc"].tolist() == expected["query_start_loc"].tolist()
+        assert found["distribution"].tolist() == expected["distribution"].tolist()
