@@ -16,12 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from parts import import_path
+
 MODELS = Path(__file__).parent / "models"
 APART = 0.03
 """Of the plan."""
-
-sys.path.insert(0, str(ROOT))
 
 
 def start_plan(folder: Path, topology: str, arguments: dict[str, Any]) -> subprocess.Popen[str]:
@@ -37,11 +36,7 @@ def start_plan(folder: Path, topology: str, arguments: dict[str, Any]) -> subpro
         sys.executable, "-m", "jaxserve.cli.main", "plan", str(folder), "--topology", topology, "--json",
         "--no-compile", *flags,
     ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = {**os.environ, "PYTHONPATH": import_path(), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

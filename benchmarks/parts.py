@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # scripts run without an installation
+ROOT = str(Path(__file__).parents[1])
+sys.path.insert(0, ROOT)  # scripts run without an installation
 
 GRACE = 20.0
 """Seconds that a part has to end in after its limit; then the process ends, and what was saved remains."""
@@ -80,6 +81,11 @@ class Parts:
         if self.failed:
             print(f"FAILED: {', '.join(self.failed)}", flush=True)
         return int(bool(self.failed))
+
+
+def import_path() -> str:
+    """PYTHONPATH of a process that runs the package: without an installation, and with what this one was given."""
+    return os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
 
 def clean_up_when_ended() -> None:

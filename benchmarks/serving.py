@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from parts import clean_up_when_ended  # which also makes the package importable
+from parts import clean_up_when_ended, import_path  # which also makes the package importable
 
 from jaxserve.bench.endpoint import BenchRequest, Endpoint, RequestResult
 from jaxserve.bench.http_client import HTTPClient
 from jaxserve.bench.traffic import Traffic, send_all
 
-ROOT = Path(__file__).parents[1]
 MODELS = Path(__file__).parent / "models"
 PROMPT, OUTPUT = 1024, 256
 LONG_PROMPT, LONG_PROMPTS, LONG_EVERY = 8192, 8, 0.7
@@ -96,7 +95,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxserve.cli.main", "serve", str(folder), "--port", str(port),
              "--served-model-name", "model", "--load-format", "dummy", *flags],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"},
             stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
