@@ -92,11 +92,11 @@ def routing(tools: Tools, size: Size, tokens: int) -> np.ndarray:
 
 def cases(tools: Tools, size: Size) -> Iterator[tuple[int, str, Any, Any, list[np.ndarray]]]:
     """Tokens, product, matrices, rows, and each layer's routing."""
-    for name, (outputs, inner) in size.products:
-        rhs = tools.random(size.experts, outputs, inner)
-        for tokens in size.tokens:
+    matrices = {name: tools.random(size.experts, *shape) for name, shape in size.products}
+    for tokens in size.tokens:
+        for name, (_, inner) in size.products:
             sizes = [routing(tools, size, tokens) for _ in range(size.layers)]
-            yield tokens, name, rhs, tools.random(tokens * size.top_k, inner), sizes
+            yield tokens, name, matrices[name], tools.random(tokens * size.top_k, inner), sizes
 
 
 def activated(ours: Any, lhs: Any, rhs: Any, sizes: Any) -> Any:
@@ -126,6 +126,7 @@ def run(
     copy = copy_rate(tools, timed, size)
     emit(section="grouped", name="copy", value=copy)
     whole: dict[int, list[float]] = {}
+    """Tokens -> us of ours and of the dense products, over the products so far."""
     for tokens, name, rhs, lhs, sizes in cases(tools, size):
         outputs, inner = rhs.shape[1:]
         device_sizes = [tools.jnp.asarray(each) for each in sizes]
@@ -156,10 +157,9 @@ def run(
                 judge(emit, tokens, name, kernel_us, dense_us, record["rate"] / copy)
                 times = whole.setdefault(tokens, [0.0, 0.0])
                 whole[tokens] = [times[0] + kernel_us, times[1] + dense_us]
+                if name == size.products[-1][0]:
+                    judge(emit, tokens, "all products", *whole[tokens], None)
             emit(**record, kernel_us=kernel_us, layer_us=layer_us)
-
-    for tokens, (ours_us, dense_us) in whole.items():
-        judge(emit, tokens, "both products", ours_us, dense_us, None)
 
 
 def judge(

@@ -39,6 +39,10 @@ class Parts:
         """Name -> what the part returned; ``{"error": ...}`` of one that failed."""
         self.failed: list[str] = []
         self._save, self._limit = save, limit
+        if (
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        ):  # as a shell starts what it leaves in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, limit: float | None = None) -> Any:
         """What ``function`` returns, or None if it failed; prints how long it took, or why it failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,15 @@ def parts(monkeypatch):
     return parts
 
 
+@pytest.fixture
+def as_in_the_background():
+    """A shell's background processes ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("as_in_the_background")
 def test_what_fails_or_takes_too_long_costs_only_itself(parts, tmp_path, capsys):
     file = tmp_path / "results.json"
     run = parts.Parts(file, limit=60)
