@@ -26,7 +26,7 @@ from jaxserve.runner.batch_builder import BatchBuilder, StepBatch, split_by_rank
 from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.bursts import choose_bursts
 from jaxserve.runner.compilation import CompilationCounter, program_folder
-from jaxserve.runner.input_batch import InputBatch, RowState, TablePatches
+from jaxserve.runner.input_batch import InputBatch
 from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.kv_arrays import (
     MemoryBudget,
@@ -35,7 +35,7 @@ from jaxserve.runner.kv_arrays import (
     device_budget,
     single_group,
 )
-from jaxserve.runner.pending_step import DispatchedStep, ScoredPrompt
+from jaxserve.runner.pending_step import DispatchedStep
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
@@ -49,12 +49,14 @@ from jaxserve.runner.programs import (
     burst_variants,
     step_variants,
 )
+from jaxserve.runner.prompt_scoring import PromptScorer
+from jaxserve.runner.state_updates import StateUpdates
 from jaxserve.runner.step_layout import head_size
-from jaxserve.runner.step_program import PATCH_CHUNK, SCORE_CHUNK
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
-from jaxserve.sampling.metadata import Feature, set_masked
-from jaxserve.sampling.state import HISTORY_CHUNK, MASK_ROWS, MAX_LOGIT_BIAS, mask_words, state_bytes
-from jaxserve.step import BurstLimits, NewRequestData, RunnerInfo, SchedulerOutput
+from jaxserve.runner.token_masks import changed_masks
+from jaxserve.sampling.metadata import Feature
+from jaxserve.sampling.state import state_bytes
+from jaxserve.step import BurstLimits, RunnerInfo, SchedulerOutput
 from jaxserve.weights.loader import load_params
 from jaxserve.weights.resolve import ModelFiles, resolve_model
 from pallas_kernels.all_reduce.dispatch import AllReduce, all_reduce_of
@@ -513,28 +515,19 @@ class JaxModelRunner:
     def _warm_up(self) -> None:
         """Allocate the state and run every program once on padding, with the arguments of serving."""
         started = time.monotonic()
-        compiled = self.programs.compiled
+        compiled, ranks = self.programs.compiled, self.placement.num_ranks
+        self._updates = StateUpdates(self.placement, compiled, self.max_num_seqs, self.model.vocab_size)
+        self._scorer = PromptScorer(self.placement, compiled, self.params)
         self.state = self.placement.zeros(self.programs.state)
-        one, ranks = np.zeros(1, np.int32), self.placement.num_ranks
         heads, smallest_step = self.programs.heads or [None], self.programs.variants[-1]
         for variant, head in zip_longest(self.programs.variants, heads, fillvalue=None):
             hidden = self._warm_up_step(variant or smallest_step, head or heads[-1])
-            hidden_states = compiled["slice_hidden", len(hidden) // ranks](hidden, self._put(0, one))
+            scored = self._scorer.warm_up(hidden)
         for burst in self.programs.bursts:
-            buffer = self._put_all([self.builder.padding(burst.bucket, burst=True)])
+            buffer = self.placement.put_all([self.builder.padding(burst.bucket, burst=True)])
             _, self.state = self.programs.run_burst(burst, self.params, self.state, buffer)
-        score_ids = self._put(0, np.zeros(SCORE_CHUNK, np.int32))
-        jax.block_until_ready(compiled["score"](self.params, hidden_states, score_ids))
-        self._patch(0, TablePatches([self.max_num_seqs], [0], [0]))
-        row = np.full(1, self.max_num_seqs, np.int32)
-        self._change_sampler("reset_row", 0, row)
-        self._change_sampler("add_history", 0, row, np.full(HISTORY_CHUNK, -1, np.int32), one)
-        for size in MASK_ROWS:
-            self._set_masks(0, [], size)
-        self._change_sampler(
-            "set_bias_row", 0, row, np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-        )
-        jax.block_until_ready(self.state)
+        self.state = self._updates.warm_up(self.state)
+        jax.block_until_ready((scored, self.state))
         self._empty_batches()
         self._note("warm-up", started)
         tokens = ranks * (self.num_blocks - 1) * self.block_size
@@ -573,7 +566,7 @@ class JaxModelRunner:
     def _warm_up_step(self, variant: StepVariant, head: HeadVariant | None) -> jax.Array:
         """Run a step on padding; the hidden states."""
         padding = self.builder.padding(variant.bucket)
-        buffer = self._put_all([padding] * self.placement.num_ranks)
+        buffer = self.placement.put_all([padding] * self.placement.num_ranks)
         _, hidden, self.state = self.programs.run(variant, head, self.params, self.state, buffer)
         return hidden
 
@@ -591,14 +584,17 @@ class JaxModelRunner:
             self._rank_of.pop(request_id, None)
         for request in scheduler_output.new_requests:
             self._rank_of[request.request_id] = request.data_rank
-            self._prepare_sampler(request.data_rank, self.batches[request.data_rank].add(request))
+            row = self.batches[request.data_rank].add(request)
+            self.state = self._updates.prepare_row(self.state, request.data_rank, row)
         for request in scheduler_output.cached_requests:
             self._batch_of(request.request_id).extend(request)
         for request_id, token_ids in scheduler_output.appended_token_ids.items():
             self._append_tokens(request_id, token_ids)
         exhausted: set[str] = set()
         if scheduler_output.token_masks or any(batch.masked for batch in self.batches):
-            exhausted = self._update_masks(scheduler_output)
+            for rank, batch in enumerate(self.batches):
+                masks = changed_masks(batch, scheduler_output, exhausted)
+                self.state = self._updates.set_masks(self.state, rank, masks)
         scheduled = scheduler_output.num_scheduled_tokens
         scores = any(
             batch.scoring_prompt and not batch.scoring_prompt.isdisjoint(scheduled) for batch in self.batches
@@ -606,7 +602,7 @@ class JaxModelRunner:
         decode_only = not scores and scheduler_output.num_decode_rows == len(scheduled)
         steps = self._build(scheduler_output, decode_only=decode_only)
         for rank, step in enumerate(steps):
-            self._patch(rank, step.early_patches)
+            self.state = self._updates.patch(self.state, rank, step.early_patches)
         if scheduler_output.num_decode_steps > 1:
             dispatched = self._dispatch_burst(steps[0], scheduler_output)
             self._check_compilations(compilations)
@@ -615,14 +611,14 @@ class JaxModelRunner:
         num_rows = max(len(step.request_ids) for step in steps)
         variants = self.programs.choose(steps[0].bucket, num_rows, features=features, decode_only=decode_only)
         sampled, hidden, self.state = self.programs.run(
-            *variants, self.params, self.state, self._put_all([step.buffer for step in steps])
+            *variants, self.params, self.state, self.placement.put_all([step.buffer for step in steps])
         )
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,
             sampled=sampled,
             sampling_rows=self._sampling_rows(steps, scheduler_output, len(sampled.token_ids) // len(steps)),
             num_logprobs=self._num_logprobs(steps),
-            prompts=self._score_prompts(steps, hidden) if scores else [],
+            prompts=self._scorer.score(self.batches, steps, hidden) if scores else [],
             on_tokens=self._read_tokens,
             exhausted=exhausted,
             num_padded_tokens=len(steps) * steps[0].bucket.num_tokens,
@@ -635,7 +631,7 @@ class JaxModelRunner:
         """Dispatch several decode steps at once."""
         burst = self.programs.choose_burst(step.bucket, Feature(step.features))
         sampled, self.state = self.programs.run_burst(
-            burst, self.params, self.state, self._put_all([step.buffer])
+            burst, self.params, self.state, self.placement.put_all([step.buffer])
         )
         dispatched = DispatchedStep(
             step_id=scheduler_output.step_id,
@@ -671,128 +667,6 @@ class JaxModelRunner:
             for batch, part in zip(self.batches, parts, strict=True)
         ]
 
-    def _put_all(self, parts: list[np.ndarray]) -> jax.Array:
-        """Send what each rank is told."""
-        return self.placement.put(parts[0] if len(parts) == 1 else np.concatenate(parts))
-
-    def _put(self, rank: int, value: np.ndarray, idle: int = 0) -> jax.Array:
-        """Send something to one rank; the others get ``idle`` throughout."""
-        parts = [np.full_like(value, idle)] * self.placement.num_ranks
-        parts[rank] = value
-        return self._put_all(parts)
-
-    def _patch(self, rank: int, patches: TablePatches) -> None:
-        """Send block table entries that do not fit into a step's buffer."""
-        for start in range(0, len(patches.rows), PATCH_CHUNK):
-            rows = np.full(PATCH_CHUNK, self.max_num_seqs, np.int32)
-            columns, blocks = np.zeros((2, PATCH_CHUNK), np.int32)
-            part = slice(start, start + PATCH_CHUNK)
-            num = len(patches.rows[part])
-            rows[:num], columns[:num] = patches.rows[part], patches.columns[part]
-            blocks[:num] = patches.blocks[part]
-            arrays = (
-                self._put(rank, rows, self.max_num_seqs),
-                self._put(rank, columns),
-                self._put(rank, blocks),
-            )
-            self.state = self.programs.compiled["patch"](self.state, *arrays)
-
-    def _change_sampler(
-        self, name: str | tuple[str, int], rank: int, rows: np.ndarray, *args: np.ndarray
-    ) -> None:
-        """Change a rank's rows of the sampler's state; the other ranks are told of a row that does not exist."""
-        arrays = (self._put(rank, rows, self.max_num_seqs), *(self._put(rank, value) for value in args))
-        self.state = replace(self.state, sampler=self.programs.compiled[name](self.state.sampler, *arrays))
-
-    def _prepare_sampler(self, rank: int, state: RowState) -> None:
-        """Bring a new row's history and bias to the device; most requests have neither."""
-        request, row = state.request, np.full(1, state.row, np.int32)
-        params = request.sampling_params
-        if params.needs_penalties:
-            self._change_sampler("reset_row", rank, row)
-            split = request.num_prompt_tokens
-            for is_output, token_ids in ((0, state.token_ids[:split]), (1, state.token_ids[split:])):
-                self._add_history(rank, state.row, token_ids, is_output)
-        if params.logit_bias:
-            ids, values = np.zeros(MAX_LOGIT_BIAS, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-            ids[: len(params.logit_bias)] = list(params.logit_bias)
-            values[: len(params.logit_bias)] = list(params.logit_bias.values())
-            self._change_sampler("set_bias_row", rank, row, ids, values)
-
-    def _add_history(self, rank: int, row: int, token_ids: np.ndarray, is_output: int) -> None:
-        which, kind = np.full(1, row, np.int32), np.full(1, is_output, np.int32)
-        for start in range(0, len(token_ids), HISTORY_CHUNK):
-            chunk = np.full(HISTORY_CHUNK, -1, np.int32)
-            part = token_ids[start : start + HISTORY_CHUNK]
-            chunk[: len(part)] = part
-            self._change_sampler("add_history", rank, which, chunk, kind)
-
-    def _update_masks(self, scheduler_output: SchedulerOutput) -> set[str]:
-        """Send the token masks that changed for the rows that sample in this step.
-
-        Returns:
-            Requests for which a grammar and other restrictions leave no token.
-        """
-        exhausted: set[str] = set()
-        for rank, batch in enumerate(self.batches):
-            changed = self._changed_masks(batch, scheduler_output, exhausted)
-            most = MASK_ROWS[-1]
-            for start in range(0, len(changed), most):
-                part = changed[start : start + most]
-                self._set_masks(rank, part, next(size for size in MASK_ROWS if size >= len(part)))
-        return exhausted
-
-    def _changed_masks(
-        self, batch: InputBatch, scheduler_output: SchedulerOutput, exhausted: set[str]
-    ) -> list[tuple[int, np.ndarray]]:
-        """(row, mask) of one rank's rows; requests that are left no token are added to ``exhausted``."""
-        grammars = scheduler_output.token_masks
-        changed: list[tuple[int, np.ndarray]] = []
-        for request_id, state in batch.masked.items():
-            if request_id not in scheduler_output.samples or request_id in grammars or state.mask is None:
-                continue
-            num_output_tokens = self._num_output_tokens(state, scheduler_output)
-            if not state.mask.needs_update(num_output_tokens, state.output_token_ids):
-                continue
-            bits = state.mask.bits(num_output_tokens, state.output_token_ids)
-            set_masked(batch.sampling, state.row, bits is not None)
-            if bits is not None:
-                changed.append((state.row, bits))
-        for request_id, mask in grammars.items():
-            state = batch.states.get(request_id)
-            if state is None:
-                continue
-            words = mask.words()
-            if state.mask is not None:
-                num_output_tokens = self._num_output_tokens(state, scheduler_output)
-                words = state.mask.bits(num_output_tokens, state.output_token_ids, words)
-            if not words.any():
-                exhausted.add(request_id)
-            set_masked(batch.sampling, state.row, True)
-            changed.append((state.row, words))
-        return changed
-
-    def _num_output_tokens(self, state: RowState, scheduler_output: SchedulerOutput) -> int:
-        """Output tokens of a row before the one that this step samples."""
-        request_id = state.request.request_id
-        computed = self._batch_of(request_id).num_computed_tokens[state.row]
-        scheduled = scheduler_output.num_scheduled_tokens[request_id]
-        return int(computed) + scheduled - state.request.num_prompt_tokens
-
-    def _append_tokens(self, request_id: str, token_ids: list[int]) -> None:
-        """Take tokens that were not sampled here, all but the first, for a row that goes on."""
-        state = self._batch_of(request_id).append(request_id, token_ids)
-        if state.request.sampling_params.needs_penalties:
-            rank = self._rank_of[request_id]
-            self._add_history(rank, state.row, np.asarray(token_ids[1:], np.int32), is_output=1)
-
-    def _set_masks(self, rank: int, masks: list[tuple[int, np.ndarray]], size: int) -> None:
-        rows = np.full(size, self.max_num_seqs, np.int32)
-        bits = np.zeros((size, mask_words(self.model.vocab_size)), np.int32)
-        for index, (row, words) in enumerate(masks):
-            rows[index], bits[index] = row, words
-        self._change_sampler(("set_mask_rows", size), rank, rows, bits)
-
     def _sampling_rows(
         self, steps: list[StepBatch], scheduler_output: SchedulerOutput, rows_per_rank: int
     ) -> list[tuple[int, str]]:
@@ -817,44 +691,18 @@ class JaxModelRunner:
                 wanted |= {i: p.logprobs for i, p in params if p.logprobs is not None}
         return wanted
 
-    def _score_prompts(self, steps: list[StepBatch], hidden: jax.Array) -> list[ScoredPrompt]:
-        """Score the prompt tokens that follow each position computed in this step."""
-        return [
-            self._score_prompt(rank, step, index, hidden)
-            for rank, step in enumerate(steps)
-            for index, request_id in enumerate(step.request_ids)
-            if request_id in self.batches[rank].scoring_prompt
-        ]
-
-    def _score_prompt(self, rank: int, step: StepBatch, index: int, hidden: jax.Array) -> ScoredPrompt:
-        batch, request_id = self.batches[rank], step.request_ids[index]
-        state = batch.states[request_id]
-        start, stop = int(step.starts[index]), int(step.starts[index + 1])
-        first = int(batch.num_computed_tokens[state.row]) - (stop - start)
-        targets = _prompt_tokens(state.request, state.token_ids)[first + 1 : first + 1 + stop - start]
-        chunks = [
-            self._score(rank, hidden, start + offset, targets[offset : offset + SCORE_CHUNK])
-            for offset in range(0, len(targets), SCORE_CHUNK)
-        ]
-        num_top = state.request.sampling_params.prompt_logprobs
-        assert num_top is not None
-        if first + stop - start >= state.request.num_prompt_tokens - 1:
-            batch.scoring_prompt.discard(request_id)  # the prompt is scored; its later steps are like any
-        return ScoredPrompt(request_id, targets, num_top, chunks, rank * SCORE_CHUNK)
-
-    def _score(self, rank: int, hidden: jax.Array, start: int, targets: np.ndarray) -> Any:
-        padded = np.zeros(SCORE_CHUNK, np.int32)
-        padded[: len(targets)] = targets
-        compiled = self.programs.compiled
-        num_tokens = len(hidden) // self.placement.num_ranks
-        states = compiled["slice_hidden", num_tokens](hidden, self._put(rank, np.full(1, start, np.int32)))
-        return compiled["score"](self.params, states, self._put(rank, padded))
-
     def _read_tokens(self, sampled: dict[str, list[int]]) -> None:
         """Keep what requests with a token mask sampled: their next mask may depend on it."""
         for batch in self.batches:
             for request_id, state in batch.masked.items():
                 state.output_token_ids += sampled.get(request_id, ())
+
+    def _append_tokens(self, request_id: str, token_ids: list[int]) -> None:
+        """Take tokens that were not sampled here, all but the first, for a row that goes on."""
+        state = self._batch_of(request_id).append(request_id, token_ids)
+        if state.request.sampling_params.needs_penalties:
+            rank, new = self._rank_of[request_id], np.asarray(token_ids[1:], np.int32)
+            self.state = self._updates.add_history(self.state, rank, state.row, new, is_output=1)
 
     # --- end ------------------------------------------------------------------------------------------------
 
@@ -880,7 +728,3 @@ class JaxModelRunner:
                 leaf.delete()
         if hasattr(self, "programs"):
             self.programs.compiled = {}
-
-
-def _prompt_tokens(request: NewRequestData, token_ids: np.ndarray) -> np.ndarray:
-    return token_ids[: request.num_prompt_tokens]

@@ -107,6 +107,16 @@ class Placement:
         """Arrays of zeros in these shapes and shardings."""
         return jax.tree.map(lambda leaf: _zeros(leaf.shape, jnp.dtype(leaf.dtype), leaf.sharding), abstract)
 
+    def put_all(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        """What each rank is told, to the devices: an equally large part for each."""
+        return self.put(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def put_for(self, rank: int, value: np.ndarray, idle: int = 0) -> jax.Array:
+        """What one rank is told; the others get ``idle`` throughout."""
+        parts = [np.full_like(value, idle)] * self.num_ranks
+        parts[rank] = value
+        return self.put_all(parts)
+
     def put(self, value: np.ndarray, spec: PartitionSpec = BY_RANK) -> jax.Array:
         """A host array of all ranks' parts, to the devices."""
         if self.mesh is None:
