@@ -76,11 +76,11 @@ def token_times(result: RequestResult) -> tuple[np.ndarray, np.ndarray]:
 
 
 def time_between_tokens(results: Sequence[RequestResult], began: float = -np.inf) -> np.ndarray:
-    """Seconds a token, of all tokens after ``began`` but the first ones; tokens that came together share their gap."""
+    """Seconds a token, of those that follow one after ``began``; tokens that came together share their gap."""
     gaps: list[np.ndarray] = []
     for result in results:
         at, tokens = token_times(result)
-        late = at[:-1] > began
+        late = at[:-1] >= began
         gaps.append(np.repeat(np.diff(at)[late] / tokens[1:][late], np.round(tokens[1:][late]).astype(int)))
     return np.concatenate(gaps)
 
@@ -227,7 +227,10 @@ class Cases:
         """Seconds between the tokens of streams that all decode."""
         results, _ = await self.send([self.request(PROMPT, OUTPUT) for _ in range(rows)], float("inf"))
         began = max(result.start_time + result.ttft for result in results)
-        return float(np.median(time_between_tokens(results, began)))
+        gaps = time_between_tokens(results, began)
+        if not gaps.size:
+            raise RuntimeError("all streams had ended, or brought all their tokens at once, when the last one began")
+        return float(np.median(gaps))
 
     async def long_prompts(self, streams: int, tokens: int) -> None:
         """The longest gap between two tokens of streams that decode while long prompts arrive."""

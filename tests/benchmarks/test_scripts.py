@@ -99,8 +99,8 @@ def test_offline(tiny_experts):
 @pytest.mark.slow
 def test_serving(tiny_experts):
     output = run(
-        "serving.py", "--model", str(tiny_experts), "--scale", "64", "--requests", "4", "--seconds", "1",
-        "--streams", "2", "--stream-tokens", "300", "--flags", "--max-num-seqs 4 --max-num-batched-tokens 8",
+        "serving.py", "--model", str(tiny_experts), "--scale", "16", "--requests", "4", "--seconds", "1",
+        "--streams", "2", "--stream-tokens", "600", "--flags", "--max-num-seqs 4 --max-num-batched-tokens 8",
     )  # fmt: skip
     judged = [line for line in output.splitlines() if re.search(r"target .* (met|MISSED)$", line)]
     assert len(judged) == 3, output
