@@ -280,17 +280,11 @@ class Worker:
         flags = environment.get("XLA_FLAGS", "")
         if "host_platform_device_count" not in flags:
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={run.devices}"
-        sizes = [
-            "--prompt",
-            str(options.prompt),
-            "--tokens",
-            str(options.tokens),
-            "--scale",
-            str(options.scale),
-        ]
-        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        sizes = {"--prompt": options.prompt, "--tokens": options.tokens, "--scale": options.scale}
+        flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(vars(run)), *sizes], stdin=subprocess.PIPE,
+            [sys.executable, __file__, "--worker", json.dumps(vars(run)), *flags], stdin=subprocess.PIPE,
             stdout=self._out, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
 
@@ -333,8 +327,9 @@ class Worker:
             (options.logs / f"{self.run.name.replace(' ', '_')}.log").write_text("\n".join(self._lines()))
 
     def _lines(self) -> list[str]:
-        self._out.seek(0)
-        return self._out.read().splitlines()
+        """Read in place: the process writes where the file's own offset is."""
+        size = os.fstat(self._out.fileno()).st_size
+        return os.pread(self._out.fileno(), size, 0).decode(errors="replace").splitlines()
 
 
 def work(run: Run, options: argparse.Namespace) -> None:
@@ -374,16 +369,26 @@ def timed(
     def prompts(rows: int, tokens: int) -> list[list[int]]:
         return [rng.integers(8, config["vocab_size"], tokens).tolist() for _ in range(rows)]
 
-    engine.run(prompts(2, 64 // options.scale), [8] * 2)
-    result: dict[str, Any] = {"decode": {}, "prefill": {}}
-    for rows in run.rows:
+    def decode(rows: int) -> float:
         engine.steps.clear()
         engine.run(prompts(rows, run.prompt), [OUTPUT] * rows)
-        result["decode"][str(rows)] = 1e3 * statistics.median(engine.steps.full_decodes(rows))
-        print(f"decode, {rows} rows: {result['decode'][str(rows)]:.2f} ms", flush=True)
-    for rows, tokens in run.prefill:
-        times = [engine.run(prompts(rows, tokens), [1] * rows) for _ in range(3)]
-        result["prefill"][f"{rows} x {tokens}"] = 1e3 * statistics.median(times)
+        return statistics.median(engine.steps.full_decodes(rows))
+
+    def prefill(rows: int, tokens: int) -> float:
+        return statistics.median(engine.run(prompts(rows, tokens), [1] * rows) for _ in range(3))
+
+    engine.run(prompts(2, 64 // options.scale), [8] * 2)
+    result: dict[str, Any] = {"decode": {}, "prefill": {}, "failed": []}
+    cases = [("decode", str(rows), decode, (rows,)) for rows in run.rows]
+    cases += [("prefill", f"{rows} x {tokens}", prefill, (rows, tokens)) for rows, tokens in run.prefill]
+    for kind, case, function, sizes in cases:
+        try:
+            result[kind][case] = 1e3 * function(*sizes)
+        except Exception as error:  # of one case; the others are timed
+            traceback.print_exc()
+            result["failed"].append(f"{kind} {case}: {str(error)[:200]}")
+        else:
+            print(f"{kind} {case}: {result[kind][case]:.2f} ms", flush=True)
     return result
 
 
@@ -432,8 +437,8 @@ def report_times(found: dict[str, Any], new: set[str], options: argparse.Namespa
             continue
         base, other = found.get(one, {}), found[many]
         for name, each in ((one, base), (many, other)):
-            if "error" in each:
-                print(f"{name:10s} FAILED {each['error']}", flush=True)
+            for error in [each["error"]] if "error" in each else each.get("failed", []):
+                print(f"{name:10s} FAILED {error}", flush=True)
                 good = False
         for kind in ("decode", "prefill"):
             for case in {**base.get(kind, {}), **other.get(kind, {})}:
@@ -455,7 +460,9 @@ def report_large(found: dict[str, Any], new: set[str], options: argparse.Namespa
     if "error" in large:
         print(f"large      FAILED {large['error']}", flush=True)
         return False
-    shape, good = Shape.of(read_config(options.large_model)), True
+    shape, good = Shape.of(read_config(options.large_model)), not large.get("failed")
+    for error in large.get("failed", []):
+        print(f"large      FAILED {error}", flush=True)
     for rows, ms in large["decode"].items():
         floor = 1e3 * shape.decode_floor(int(rows), 1024 // options.scale + OUTPUT / 2) / options.devices
         line = f"large      decode {rows:10s} {ms:9.2f} ms on {options.devices}, floor {floor:.2f}: {ms / floor:.2f} x"
