@@ -120,11 +120,19 @@ def prune(directory: Path | None) -> None:
     if directory is None or not directory.is_dir():
         return
     try:
-        files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
+        files = sorted(directory.iterdir(), key=_last_used)
         for file in files[: max(0, len(files) - MOST_FILES)]:
             file.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("The program store could not be tidied: %s", error)
+
+
+def _last_used(path: Path) -> float:
+    """0 of a file that another engine removed meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _write(path: Path, data: bytes) -> None:
