@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.ragged_paged_attention.gpu_primitives import whole_lines
 
 BATCH = 8
 """Tokens moved at a time by one CTA."""
@@ -45,6 +46,10 @@ def kv_cache_update(
     num_blocks, block_size = kv_cache.shape[1], kv_cache.shape[3]
     batch = min(BATCH, num_tokens)
     num_ctas = 2 * num_sms
+    # A token's keys leave from the start of a line of shared memory: behind an odd number of small heads is one more.
+    token = num_kv_heads * head_size
+    in_one_piece = whole_lines(token, k.dtype) == token
+    heads = num_kv_heads if in_one_piece else num_kv_heads + 1
     sizes = jnp.stack([live_tokens[0], jnp.int32(num_tokens)])
 
     def paged_update(k, v, slot_mapping, sizes, cache, *, new_s, full):
@@ -56,11 +61,21 @@ def kv_cache_update(
             # The last batch is loaded from earlier on rather than past the array's end.
             return jnp.minimum((cta + turn * num_ctas) * batch, num_tokens - batch)
 
+        def token_at(stage, half, i):
+            ours = new_s.at[stage, half, i]
+            return ours if in_one_piece else ours.at[pl.ds(0, num_kv_heads)]
+
         def load(turn):
             stage = lax.rem(turn, STAGES)
             tokens = pl.ds(first_token(turn), batch)
-            plgpu.copy_gmem_to_smem(k.at[tokens], new_s.at[stage, 0], full.at[stage])
-            plgpu.copy_gmem_to_smem(v.at[tokens], new_s.at[stage, 1], full.at[stage])
+            for half, new in enumerate((k, v)):
+                if in_one_piece:
+                    plgpu.copy_gmem_to_smem(new.at[tokens], new_s.at[stage, half], full.at[stage])
+                    continue
+                for i in range(batch):
+                    plgpu.copy_gmem_to_smem(
+                        new.at[first_token(turn) + i], token_at(stage, half, i), full.at[stage]
+                    )
 
         pl.when(turns > 0)(lambda: load(jnp.int32(0)))
 
@@ -83,7 +98,7 @@ def kv_cache_update(
                 def _write(i=i, slot=slot):
                     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
                     for half in range(2):
-                        plgpu.copy_smem_to_gmem(new_s.at[stage, half, i], cache.at[half, block, :, offset])
+                        plgpu.copy_smem_to_gmem(token_at(stage, half, i), cache.at[half, block, :, offset])
 
         lax.fori_loop(0, turns, one_turn, None)
         plgpu.wait_smem_to_gmem(0)
@@ -94,8 +109,8 @@ def kv_cache_update(
         grid=(num_ctas,),
         grid_names=("cta",),
         scratch_types=dict(
-            new_s=plgpu.SMEM((STAGES, 2, batch, num_kv_heads, head_size), k.dtype),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            new_s=plgpu.SMEM((STAGES, 2, batch, heads, head_size), k.dtype),
+            full=plgpu.Barrier(num_arrivals=2 if in_one_piece else 2 * batch, num_barriers=STAGES),
         ),
         kernel_name="paged_update",
         interpret=interpret,

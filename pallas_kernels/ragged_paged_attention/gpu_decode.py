@@ -36,6 +36,7 @@ from pallas_kernels.ragged_paged_attention.gpu_primitives import (
     copy_layout,
     store,
     warpgroup_barrier,
+    whole_lines,
 )
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
@@ -309,6 +310,12 @@ class _Case:
         return self.config.halves and fits
 
     @property
+    def scales_together(self) -> int:
+        """Tokens whose scales arrive in one piece, or in pieces that may lie side by side."""
+        one_block = min(self.block_size, self.config.step)
+        return self.config.step if whole_lines(one_block, jnp.float32) == one_block else one_block
+
+    @property
     def merge_width(self) -> int:
         """Partial results loaded at a time when a sequence is merged: as many as registers allow."""
         registers = self.columns * self.head_size // (256 if self.merges_halves else 128) + self.columns // 2
@@ -328,7 +335,7 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         k_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
         v_s=plgpu.SMEM((tiles, step, head_size), dtype, transforms=tiled),
         **(dict(k_in=arriving, v_in=arriving) if case.widens else {}),
-        **(dict(scales_in=plgpu.SMEM((stages, 2, step), jnp.float32)) if case.scaled else {}),
+        **(dict(scales_in=plgpu.SMEM(_scales_shape(case), jnp.float32)) if case.scaled else {}),
         # This piece's queries and the next one's; or only this one's, and both as they come, with rows to read past
         # the second group's end.
         **(
@@ -339,7 +346,7 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
                 q_in=plgpu.SMEM((case.group + columns, head_size), dtype),
             )
         ),
-        new_s=plgpu.SMEM((2, 2, head_size), kv_dtype),
+        new_s=plgpu.SMEM((2, 2, whole_lines(head_size, kv_dtype)), kv_dtype),
         weights_or_count=plgpu.RefUnion(
             plgpu.SMEM((columns, step), dtype, transforms=tiled), plgpu.SMEM((1,), jnp.int32)
         ),
@@ -348,6 +355,12 @@ def _scratch(case: _Case, dtype: Any, kv_dtype: Any) -> dict[str, Any]:
         q_full=plgpu.Barrier(num_barriers=2),
         new_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
     )
+
+
+def _scales_shape(case: _Case) -> tuple[int, ...]:
+    """Of the scales that arrive: stages, keys or values, and a step's tokens in rows of ``scales_together``."""
+    together = case.scales_together
+    return case.config.stages, 2, case.config.step // together, whole_lines(together, jnp.float32)
 
 
 def _kernel_body(case: _Case):
@@ -395,6 +408,17 @@ def _kernel_body(case: _Case):
             at = lax.div(step * step_size, block_size)
             return tuple(tables[row, jnp.minimum(at + i, table_width - 1)] for i in range(per_step))
 
+        def new_token(side, half):
+            """Where the new key or value lies."""
+            ours = new_s.at[side, half]
+            return ours if new_s.shape[2] == head_size else ours.at[pl.ds(0, head_size)]
+
+        def scales_at(slot, half, token, count):
+            """Where the scales of ``count`` tokens lie, of which the first is the step's ``token``-th."""
+            together = case.scales_together
+            inside = pl.ds(token % together, count)
+            return scales_in.at[slot, half, token // together, inside]
+
         def load_tile(blocks, step, length, slot):
             """Start the copies of one step's keys and values."""
             if block_size >= step_size:
@@ -405,7 +429,7 @@ def _kernel_body(case: _Case):
                     plgpu.copy_gmem_to_smem(ours, buffer.at[slot], full.at[slot])
                     if case.scaled:
                         ours = scales.at[blocks[0], half, head, inside]
-                        plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half], full.at[slot])
+                        plgpu.copy_gmem_to_smem(ours, scales_at(slot, half, 0, step_size), full.at[slot])
                 return
             for half, (buffer, full) in enumerate(arriving):
                 for i, block in enumerate(blocks):
@@ -414,12 +438,13 @@ def _kernel_body(case: _Case):
                     inside = step * step_size + i * block_size < length
 
                     @pl.when(inside)
-                    def _copy(half=half, buffer=buffer, full=full, block=block, target=target):
+                    def _copy(half=half, buffer=buffer, full=full, i=i, block=block, target=target):
                         ours = cache.at[half, block, head]
                         plgpu.copy_gmem_to_smem(ours, buffer.at[slot, target], full.at[slot])
                         if case.scaled:
                             ours = scales.at[block, half, head]
-                            plgpu.copy_gmem_to_smem(ours, scales_in.at[slot, half, target], full.at[slot])
+                            place = scales_at(slot, half, i * block_size, block_size)
+                            plgpu.copy_gmem_to_smem(ours, place, full.at[slot])
 
                     @pl.when(jnp.logical_not(inside))
                     def _skip(full=full):
@@ -449,8 +474,8 @@ def _kernel_body(case: _Case):
 
             @pl.when(with_new_token)
             def _new_token():
-                plgpu.copy_gmem_to_smem(k.at[row, head], new_s.at[side, 0], new_full.at[side])
-                plgpu.copy_gmem_to_smem(v.at[row, head], new_s.at[side, 1], new_full.at[side])
+                plgpu.copy_gmem_to_smem(k.at[row, head], new_token(side, 0), new_full.at[side])
+                plgpu.copy_gmem_to_smem(v.at[row, head], new_token(side, 1), new_full.at[side])
 
         def widened(value, scale=None):
             value = value.astype(jnp.float32)
@@ -458,16 +483,19 @@ def _kernel_body(case: _Case):
 
         def widen(slot):
             """Bring a tile of small elements where the products want it, in their type."""
-            layout = copy_layout(step_size, 64)
+            rows = case.scales_together if case.scaled else step_size
+            layout = copy_layout(rows, 64)
             for half, (source, target) in enumerate(((k_in, k_s), (v_in, v_s))):
-                scale = None
-                if case.scaled:
-                    scale = plgpu.load(scales_in.at[slot, half], layout=layout.reduce(1), optimized=False)
-                    scale = lax.broadcast_in_dim(scale, (step_size, 64), [0])
-                for begin in range(0, head_size, 64):
-                    part_of_head = pl.ds(begin, 64)
-                    value = plgpu.load(source.at[slot, :, part_of_head], layout=layout, optimized=False)
-                    target[0, :, part_of_head] = widened(value, scale)
+                for first in range(0, step_size, rows):
+                    scale = None
+                    if case.scaled:
+                        scale = scales_at(slot, half, first, rows)
+                        scale = plgpu.load(scale, layout=layout.reduce(1), optimized=False)
+                        scale = lax.broadcast_in_dim(scale, (rows, 64), [0])
+                    for begin in range(0, head_size, 64):
+                        part = pl.ds(first, rows), pl.ds(begin, 64)
+                        value = plgpu.load(source.at[slot, *part], layout=layout, optimized=False)
+                        target[0, *part] = widened(value, scale)
             plgpu.commit_smem()
 
         def patch(half, slot, step, length, is_last, side, target):
@@ -491,7 +519,7 @@ def _kernel_body(case: _Case):
                         seen &= at >= length - window
                     value = jnp.where(seen, value, jnp.zeros_like(value))
                 if with_new:
-                    new = plgpu.load(new_s.at[side, half], layout=layout.reduce(0), optimized=False)
+                    new = plgpu.load(new_token(side, half), layout=layout.reduce(0), optimized=False)
                     if case.widens:
                         scale = None
                         if case.scaled:
@@ -523,8 +551,8 @@ def _kernel_body(case: _Case):
             @pl.when((target >= 0) & (target < cache.shape[1] * block_size))
             def _write():
                 block, offset = lax.div(target, block_size), lax.rem(target, block_size)
-                plgpu.copy_smem_to_gmem(new_s.at[side, 0], cache.at[0, block, head, offset])
-                plgpu.copy_smem_to_gmem(new_s.at[side, 1], cache.at[1, block, head, offset])
+                plgpu.copy_smem_to_gmem(new_token(side, 0), cache.at[0, block, head, offset])
+                plgpu.copy_smem_to_gmem(new_token(side, 1), cache.at[1, block, head, offset])
 
         def fold(state, chunk_state):
             top, total, acc = state

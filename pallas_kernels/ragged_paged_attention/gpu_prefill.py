@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
+from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store, whole_lines
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
@@ -227,7 +227,9 @@ def prefill_attention(
         arrivals = copies if scales is None else 2 * copies
         scratch["kv_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=arriving)
         if scales is not None:
-            scratch["scales_in"] = plgpu.SMEM((arriving, step), jnp.float32)
+            together = _scales_together(step, block_size)
+            shape_in = arriving, step // together, whole_lines(together, jnp.float32)
+            scratch["scales_in"] = plgpu.SMEM(shape_in, jnp.float32)
     if interpret is not None:  # which knows no product of registers with shared memory
         scratch["p_s"] = plgpu.SMEM((CONSUMERS, ROWS, step), q.dtype, transforms=tiled)
     case = (
@@ -257,6 +259,12 @@ def prefill_attention(
         batched=batched,
         interpret=interpret,
     )
+
+
+def _scales_together(step: int, block_size: int) -> int:
+    """Tokens whose scales arrive in one piece, or in pieces that may lie side by side."""
+    one_block = min(block_size, step)
+    return step if whole_lines(one_block, jnp.float32) == one_block else one_block
 
 
 def _sinks_by_row(sinks: jax.Array, num_kv_heads: int, group: int, shape: TileShape) -> jax.Array:
@@ -331,14 +339,20 @@ def _kernel_body(
                 target = buffer.at[slot, pl.ds(i * block_size, block_size)]
                 plgpu.copy_gmem_to_smem(cache.at[half, block, kv_head], target, full)
 
+        together = _scales_together(step_size, block_size)
+
+        def scales_at(place, token, count):
+            """Where the scales of ``count`` tokens lie, of which the first is the step's ``token``-th."""
+            return scales_in.at[place, token // together, pl.ds(token % together, count)]
+
         def load_scales(half, place, blocks, kv_head, step):
             if block_size >= step_size:
                 at = lax.rem(step * step_size, block_size)
                 ours = scales.at[blocks[0], half, kv_head, pl.ds(pl.multiple_of(at, step_size), step_size)]
-                plgpu.copy_gmem_to_smem(ours, scales_in.at[place], kv_arrived.at[place])
+                plgpu.copy_gmem_to_smem(ours, scales_at(place, 0, step_size), kv_arrived.at[place])
                 return
             for i, block in enumerate(blocks):
-                target = scales_in.at[place, pl.ds(i * block_size, block_size)]
+                target = scales_at(place, i * block_size, block_size)
                 plgpu.copy_gmem_to_smem(scales.at[block, half, kv_head], target, kv_arrived.at[place])
 
         def load_narrow(number, row, first, end, kv_head):
@@ -361,15 +375,17 @@ def _kernel_body(
             """Wait for a tile of small elements and bring it where the products want it, in their type."""
             place = lax.rem(number, arriving)
             plgpu.barrier_wait(kv_arrived.at[place])
-            layout = copy_layout(64, 64)
-            for begin in range(0, step_size, 64):
+            rows = 64 if scales is None else min(together, 64)
+            layout = copy_layout(rows, 64)
+            for begin in range(0, step_size, rows):
                 scale = None
                 if scales is not None:
-                    scale = scales_in.at[place, pl.ds(begin, 64)]
-                    scale = plgpu.load(scale, layout=layout.reduce(1), optimized=False)
-                    scale = lax.broadcast_in_dim(scale, (64, 64), [0])
+                    scale = plgpu.load(
+                        scales_at(place, begin, rows), layout=layout.reduce(1), optimized=False
+                    )
+                    scale = lax.broadcast_in_dim(scale, (rows, 64), [0])
                 for column in range(0, head_size, 64):
-                    part = pl.ds(begin, 64), pl.ds(column, 64)
+                    part = pl.ds(begin, rows), pl.ds(column, 64)
                     value = plgpu.load(kv_in.at[place, *part], layout=layout, optimized=False)
                     value = value.astype(jnp.float32)
                     target[part] = (value if scale is None else value * scale).astype(q.dtype)

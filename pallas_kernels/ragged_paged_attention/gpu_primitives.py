@@ -1,10 +1,21 @@
-"""Small pieces of Mosaic GPU the kernels share: stores, a barrier, the layout for whole lines, an atomic counter."""
+"""Small pieces of Mosaic GPU the kernels share: stores, a barrier, whole lines of memory, an atomic counter."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+LINE = 128
+"""Bytes: the copy engine reads and writes shared memory only from a multiple of these on. Nothing but the card checks
+it, and it ends the process' CUDA context ("misaligned address")."""
+
+
+def whole_lines(length: int, dtype: Any) -> int:
+    """Elements, ``length`` or more, after which another copy may arrive in shared memory."""
+    per_line = LINE // jnp.dtype(dtype).itemsize
+    return -(-length // per_line) * per_line
 
 
 def store(ref: Any, value: jax.Array) -> None:

@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import needs_mosaic_gpu, run, strict, unexpected_races
+from gpu_copies import watched_copies
+from gpu_interpreter import (
+    MOSAIC_GPU,
+    forbid_copies_out_of_bounds,
+    needs_mosaic_gpu,
+    run,
+    strict,
+    unexpected_races,
+)
 from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 
 from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, abstract_cache, values_of
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
+from pallas_kernels.ragged_paged_attention import gpu_launch
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend, device_why_not, stored_head_size, supported
 from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
@@ -25,6 +34,12 @@ SMALL = DecodeConfig(ctas_per_sm=2, min_chunk=1, max_chunks=4)
 """Short chunks, so that short rows are cut and merged too."""
 
 LONG_STEPS = replace(SMALL, step=128, stages=3)
+
+
+@pytest.fixture(autouse=True)
+def copies_in_bounds(monkeypatch):
+    if MOSAIC_GPU:
+        forbid_copies_out_of_bounds(monkeypatch)
 
 
 def backend(num_sms: int = 2, config: DecodeConfig = SMALL) -> GpuBackend:
@@ -91,12 +106,15 @@ DECODE = {
         dict(sliding_window=100),
     ),
     "group of 3": (dict(rows=[70, 200], heads=3, kv_heads=1), {}),
-    "group of 16": (dict(rows=[70, 200], heads=16, kv_heads=1), {}),
+    "group of 16, float8 cache": (
+        dict(rows=[70, 200], heads=16, kv_heads=1, kv_dtype="float8_e4m3fn"),
+        {},
+    ),
     "head of 80": (dict(rows=[70, 200], head_size=80), {}),
     "head of 96, group of 5": (dict(rows=[15, 200], head_size=96, heads=5, kv_heads=1), {}),
     "head of 128, block of 64": (dict(rows=[70, 200], head_size=128, block_size=64), {}),
     "head of 256, block of 256": (dict(rows=[70], head_size=256, block_size=256, heads=2, kv_heads=1), {}),
-    "block of 8": (dict(rows=[70, 200], block_size=8), {}),
+    "block of 8, int8 cache": (dict(rows=[70, 200], block_size=8, kv_dtype="int8"), {}),
     "window": (dict(rows=[70, 500]), dict(sliding_window=100)),
     "soft cap": (dict(rows=[70, 200]), dict(soft_cap=2.0)),
     "float8 cache": (dict(rows=[1, 64, 65, 300], kv_dtype="float8_e4m3fn"), {}),
@@ -269,7 +287,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_lowers_for_hopper_in_place(shape, options):
-    """Mosaic takes both programs for the card's 132 multiprocessors, and they alias their cache."""
+    """Mosaic takes both programs for the card's 132 multiprocessors; copies are aligned, caches are aliased."""
     heads, kv_heads, head_size, block_size, dtype, kv_dtype = (*shape, shape[4])[:6]
     assert supported(head_size, heads // kv_heads, block_size, dtype, options, kv_dtype) is None
     num_rows, width = 24, 40
@@ -294,7 +312,10 @@ def test_lowers_for_hopper_in_place(shape, options):
         traced = jax.jit(step, donate_argnums=3).trace(q, k, k, cache, metadata, sinks)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    decode, mixed = program(True, num_rows), program(False, 300)
+    with watched_copies(gpu_launch) as copies:
+        decode, mixed = program(True, num_rows), program(False, 300)
+    assert copies.seen > 20
+    assert not copies.misaligned
     assert decode.count("@mosaic_gpu_v2") == 1
     assert mixed.count("@mosaic_gpu_v2") == 3
     for text in (decode, mixed):

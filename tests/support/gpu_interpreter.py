@@ -38,6 +38,17 @@ def strict() -> Any:
     )
 
 
+def forbid_copies_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the copy engine raise where it fills up or leaves out what lies outside an array.
+
+    On a card it does neither at a batched array's end: kernels are compiled for more tokens and rows than there are.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    monkeypatch.setattr(gpu_callbacks.AsyncCopyGmemToSmemTask, "out_of_bounds_source_fill", None)
+    monkeypatch.setattr(gpu_callbacks.AsyncCopySmemToGmemTask, "clips_out_of_bounds_destination", False)
+
+
 def unexpected_races(output: str) -> list[str]:
     """Races in what the interpreter printed, but for those an atomic counter orders."""
     races = re.findall(r"RACE DETECTED\n(.*?)\n\n", output + "\n\n", flags=re.DOTALL)
