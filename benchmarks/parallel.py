@@ -178,10 +178,8 @@ def plan(case: str, options: argparse.Namespace) -> list[list[Run]]:
 
 def compared_runs(options: argparse.Namespace) -> list[list[Run]]:
     n, dense, moe = options.devices, options.model, options.moe_model
-    small = {
-        **SMALL, "max_num_seqs": SMALL["max_num_seqs"] // options.scale,
-        "max_num_batched_tokens": SMALL["max_num_batched_tokens"] // options.scale,
-    }  # fmt: skip
+    divided = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
+    small = {name: size // options.scale if name in divided else size for name, size in SMALL.items()}
     exact, rounded = {**small, "dtype": "float32"}, {**small, "dtype": "bfloat16"}
     fewer = {"hf_overrides": {"num_hidden_layers": options.moe_layers}} if options.moe_layers else {}
     deep: dict[str, Any] = {**exact, **fewer}
