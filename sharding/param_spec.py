@@ -23,7 +23,6 @@ class ParamSpec:
         axes: the logical axis of each dimension; None is never split.
         init_scale: standard deviation of random values.
         init_mean: their mean (1 for norm weights).
-        quantization: how the stored form encodes the values; None is plain.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +30,6 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     init_scale: float = 0.02
     init_mean: float = 0.0
-    quantization: None = None
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):

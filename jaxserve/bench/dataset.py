@@ -236,6 +236,8 @@ def _sharegpt(
         turns = entry.get("conversations") if isinstance(entry, dict) else None  # pyright: ignore
         if not isinstance(turns, list) or len(turns) < 2:  # pyright: ignore
             continue
+        if not all(isinstance(turn, dict) for turn in turns[:2]):  # pyright: ignore
+            continue
         prompt, answer = (str(turn.get("value", "")) for turn in turns[:2])  # pyright: ignore
         prompt_len = len(tokenizer.encode(prompt))
         output_len = config.sharegpt_output_len or len(tokenizer.encode(answer, add_special_tokens=False))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,27 @@ def run(arguments: argparse.Namespace) -> int:
     if files.format == "orbax":
         raise CheckpointError(f"{files.path} is converted already.")
     started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    size = convert_weights(files, out, config.dtype)
-    copy_files(files, out)
+    with _removed_if_it_fails(out):
+        size = convert_weights(files, out, config.dtype)
+        copy_files(files, out)
     print(
         f"{out}: {size / 2**20:,.0f} MiB of weights in {time.monotonic() - started:.1f} s. jaxserve serve {out}"
     )
     return 0
+
+
+@contextlib.contextmanager
+def _removed_if_it_fails(out: Path) -> Generator[None, None, None]:
+    """A folder that holds the whole result or nothing: half of it could be taken for a model."""
+    existed = out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        if existed:
+            out.mkdir(exist_ok=True)
+        raise
 
 
 def convert_weights(files: ModelFiles, out: Path, dtype: str) -> int:

@@ -160,6 +160,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tensor_parallel_size", "data_parallel_size")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel splits tokens over the devices of a group, and tensor_parallel_size is 1. Raise "
+                "that, or leave sequence_parallel out.",
+                param="sequence_parallel",
+            )
 
     @property
     def num_devices(self) -> int:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from jaxserve.config import EngineConfig
 from jaxserve.engine.factory import create_runner
 from jaxserve.engine.host_channel import HostChannel
@@ -130,15 +132,22 @@ def _connect(config: EngineConfig, hosts: Hosts) -> HostChannel:
                     param="coordinator",
                 ) from None
             time.sleep(RETRY_SECONDS)
-    sock.settimeout(None)
+    sock.settimeout(JOIN_SECONDS)  # whatever listens there may not be host 0, and say nothing
     channel = HostChannel(sock, ToFollower, f"Host 0 ({address[0]})")
     try:
         channel.send(Hello(hosts.rank, __version__, comparable(config)))
         answer = channel.receive()
-    except OSError as error:
+    except TimeoutError:
+        raise ConfigError(
+            f"Host 0 at {address[0]}, port {address[1]}, has taken the connection and not answered for "
+            f"{JOIN_SECONDS:.0f} s: not all hosts have come, or something else listens there.",
+            param="coordinator",
+        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"Host 0 has left before all hosts were there: {error}.", param="coordinator"
         ) from None
+    sock.settimeout(None)
     if isinstance(answer, Refused):
         raise ConfigError(f"Host 0 refuses this host: {answer.message}", param="nnodes")
     return channel

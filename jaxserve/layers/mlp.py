@@ -11,6 +11,9 @@ from jaxserve.layers.linear import gated_linear, linear, onto_stream, split_line
 from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from pallas_kernels.dense_matmul.dispatch import Ahead
 
+MOST_LISTED = 64
+"""The largest ``tensor_parallel_size`` that a message offers."""
+
 
 def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
     """Refuse a feed-forward size that cannot be split evenly.
@@ -19,8 +22,10 @@ def check_ffn_size(ffn_size: int, tensor_parallel_size: int) -> None:
         ConfigError: naming both.
     """
     if ffn_size % tensor_parallel_size:
+        valid = ", ".join(str(size) for size in range(1, MOST_LISTED + 1) if ffn_size % size == 0)
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide the feed-forward size {ffn_size}.",
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the feed-forward size {ffn_size}. "
+            f"These do: {valid}.",
             param="tensor_parallel_size",
         )
 

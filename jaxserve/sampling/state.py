@@ -133,13 +133,6 @@ def set_bias_row(state: SamplerState, row: jax.Array, ids: jax.Array, values: ja
     )
 
 
-def set_last_token(state: SamplerState, row: jax.Array, token_id: jax.Array) -> SamplerState:
-    """Set the token that row ``row`` reads next (int32[] each): a resumed request's last known token."""
-    row = jnp.where(row == state.max_num_seqs, state.max_num_seqs + 1, row)
-    row = _drop_negative(row, state.max_num_seqs + 1)
-    return replace(state, last_token_ids=state.last_token_ids.at[row].set(token_id, mode="drop"))
-
-
 def record_tokens(
     state: SamplerState, row_ids: jax.Array, token_ids: jax.Array, *, count: bool
 ) -> SamplerState:

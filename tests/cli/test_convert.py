@@ -35,3 +35,15 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "exists already" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "again")]) == 1
     assert "is converted already" in capsys.readouterr().err
+
+
+def test_a_failure_leaves_no_half_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_tiny_checkpoint(tmp_path / "hf", "qwen2"), tmp_path / "out"
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert main(["convert", str(source), str(out)]) == 1
+    assert "model.safetensors" in capsys.readouterr().err
+    assert not out.exists()
+    out.mkdir()
+    assert main(["convert", str(source), str(out)]) == 1
+    assert list(out.iterdir()) == []

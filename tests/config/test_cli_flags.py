@@ -194,3 +194,9 @@ def test_the_reference_in_docs_is_up_to_date():
     spec.loader.exec_module(script)
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == script.flags_page(), "run: python scripts/write_flags.py"
+
+
+def test_sequence_parallel_needs_a_group():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 1"):
+        EngineConfig.from_kwargs(model="m", sequence_parallel=True)
+    assert EngineConfig.from_kwargs(model="m", sequence_parallel=True, tensor_parallel_size=2)

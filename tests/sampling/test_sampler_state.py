@@ -17,7 +17,6 @@ add_history = jax.jit(sampler_state.add_history)
 MASK_ROWS = sampler_state.MASK_ROWS[0]
 set_mask_rows = jax.jit(sampler_state.set_mask_rows)
 set_bias_row = jax.jit(sampler_state.set_bias_row)
-set_last_token = jax.jit(sampler_state.set_last_token)
 record_tokens = jax.jit(sampler_state.record_tokens, static_argnames="count")
 
 
@@ -79,7 +78,6 @@ def test_rows_out_of_range_are_dropped(state, row):
     assert same(set_bias_row(state, row, *bias), state)
     rows = np.full(MASK_ROWS, row, np.int32)
     assert same(set_mask_rows(state, rows, np.ones((MASK_ROWS, 3), np.int32)), state)
-    assert same(set_last_token(state, row, 5), state)
 
 
 def test_masks_and_bias_go_to_their_rows(state):
@@ -108,7 +106,3 @@ def test_padding_rows_record_nothing(state):
     uncounted = record_tokens(state, rows, tokens, count=False)
     np.testing.assert_array_equal(uncounted.last_token_ids, new.last_token_ids)
     assert not np.asarray(uncounted.history).any()
-
-
-def test_last_token_can_be_set(state):
-    np.testing.assert_array_equal(set_last_token(state, 1, 42).last_token_ids, [0, 42, 0, 0, 0])
