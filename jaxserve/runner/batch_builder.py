@@ -9,10 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.runner.buckets import Bucket, BucketTable
-from jaxserve.runner.input_batch import InputBatch, TablePatches
+from jaxserve.runner.input_batch import DecodeStep, InputBatch, TablePatches
 from jaxserve.runner.step_layout import FROM_DEVICE, StepLayout
-from jaxserve.sampling.metadata import COLUMN, make_table, step_features
+from jaxserve.sampling.metadata import COLUMN, NUM_COLUMNS, make_table, step_features
 from jaxserve.step import BurstLimits, SchedulerOutput
+
+NO_PATCHES = TablePatches()
+"""Not to be added to."""
 
 
 class ScheduledRows(Protocol):
@@ -59,7 +62,7 @@ def split_by_rank(
     return [RankRows(part, decodes[rank], step.samples, replayed) for rank, part in enumerate(rows)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepBatch:
     """One step, ready to be sent.
 
@@ -143,23 +146,35 @@ class BatchBuilder:
             bucket: the step's, where other ranks have a say in it; None: the smallest that holds these rows.
         """
         request_ids = list(step.num_scheduled_tokens)
-        num_rows = len(request_ids)
+        num_tokens_of = list(step.num_scheduled_tokens.values())
+        num_rows, burst = len(request_ids), step.num_decode_steps > 1
+        if decode_only is None:
+            decode_only = step.num_decode_rows == num_rows
+        decodes = step.num_decode_rows == num_rows and not step.replayed_request_ids
+        asked, last = (decode_only, burst, bucket), batch.last_decode
+        if (
+            decodes
+            and last is not None
+            and request_ids == last.request_ids
+            and num_tokens_of == last.num_tokens_of
+            and asked == last.asked
+        ):
+            return self._build_again(batch, last)
         rows = np.fromiter(map(batch.row_of.__getitem__, request_ids), np.int32, num_rows)
-        scheduled = np.fromiter(step.num_scheduled_tokens.values(), np.int32, num_rows)
-        burst = step.num_decode_steps > 1
+        scheduled = np.array(num_tokens_of, np.int32)
         counts = np.ones_like(scheduled) if burst else scheduled
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         num_tokens = int(starts[-1])
-        if decode_only is None:
-            decode_only = step.num_decode_rows == num_rows
         if bucket is None:
             bucket = self.table.smallest(num_tokens, num_rows, decode_only=decode_only)
         layout = (self.burst_layouts if burst else self.layouts)[bucket]
         buffer = np.empty(layout.size, np.int32)
         fields = layout.split(buffer)
         computed = batch.num_computed_tokens[rows]
-        self._write_tokens(fields["token_ids"], batch, step, request_ids, rows, computed, starts)
+        all_sampled = self._write_tokens(
+            fields["token_ids"], batch, step, request_ids, rows, computed, starts
+        )
         fields["query_start_loc"][: num_rows + 1] = starts
         fields["query_start_loc"][num_rows + 1 :] = num_tokens
         fields["num_computed_tokens"][:num_rows] = computed
@@ -173,26 +188,63 @@ class BatchBuilder:
         fields["bucket_rows"][0] = bucket.num_rows
         if burst:
             fields["live_rows"][:] = (scheduled[:, None] > np.arange(layout.num_steps)).sum(axis=0)
+        has_patches = bool(batch.patches.rows)
         early = self._write_patches(fields, layout, batch.patches.take())
         batch.num_computed_tokens[rows] += scheduled
+        batch.last_decode = None
+        if decodes and all_sampled:
+            batch.last_decode = DecodeStep(
+                request_ids,
+                num_tokens_of,
+                asked,
+                layout,
+                scheduled,
+                rows,
+                starts,
+                bucket,
+                buffer,
+                features,
+                has_patches,
+            )
         return StepBatch(bucket, buffer, request_ids, rows, starts, features, early)
+
+    def _build_again(self, batch: InputBatch, last: DecodeStep) -> StepBatch:
+        """The step after ``last`` with the same rows: what ``build`` would make of it, but for block tables and
+        positions a copy."""
+        layout, num_rows = last.layout, len(last.request_ids)
+        last.buffer = buffer = last.buffer.copy()
+        buffer[layout.slice_of("num_computed_tokens")][:num_rows] += last.scheduled
+        positions = buffer[layout.slice_of("sampling")][COLUMN["positions"] :: NUM_COLUMNS]
+        positions[:num_rows] += last.scheduled
+        early = NO_PATCHES
+        if batch.patches.rows or last.has_patches:
+            last.has_patches = bool(batch.patches.rows)
+            early = self._write_patches(layout.split(buffer), layout, batch.patches.take())
+        batch.num_computed_tokens[last.rows] += last.scheduled
+        return StepBatch(last.bucket, buffer, last.request_ids, last.rows, last.starts, last.features, early)
 
     def _write_tokens(
         self, out: np.ndarray, batch: InputBatch, step: ScheduledRows, request_ids: list[str], rows: np.ndarray,
         computed: np.ndarray, starts: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Token ids the host knows; ``FROM_DEVICE`` where the row's last sampled token is meant; 0 for padding."""
+    ) -> bool:  # fmt: skip
+        """Token ids the host knows; ``FROM_DEVICE`` where the row's last sampled token is meant; 0 for padding.
+
+        Returns:
+            Whether all of the rows' tokens are such: the host knows no more of these rows.
+        """
         num_decode = step.num_decode_rows
         out[:num_decode] = FROM_DEVICE
         out[starts[-1] :] = 0
         known = computed < batch.num_known_tokens[rows]
         known[num_decode:] = True
-        for index in np.flatnonzero(known):
+        indices = np.flatnonzero(known)
+        for index in indices:
             state = batch.states[request_ids[index]]
             begin, first, last = computed[index], starts[index], starts[index + 1]
             tokens = state.token_ids[begin : begin + last - first]
             out[first : first + len(tokens)] = tokens
             out[first + len(tokens) : last] = FROM_DEVICE
+        return len(indices) == 0
 
     def _write_sampling(
         self, out: np.ndarray, batch: InputBatch, step: ScheduledRows, request_ids: list[str], rows: np.ndarray,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.step_layout import StepLayout
 from jaxserve.sampling.metadata import make_table, set_masked, write_row
 from jaxserve.sampling.token_mask import TokenMaskBuilder
 from jaxserve.step import CachedRequestData, NewRequestData
@@ -46,6 +48,28 @@ class RowState:
     """Output tokens the host has read: kept for requests whose mask depends on them."""
 
 
+@dataclass(slots=True)
+class DecodeStep:
+    """The last step, if it only decoded: the next one may be the same but for its positions.
+
+    ``num_tokens_of`` holds each row's tokens, ``scheduled`` in an array; ``asked`` is whether a program for decoding
+    rows alone runs it, whether it is a burst, and the bucket if one was given. ``buffer`` is what was sent: not to be
+    changed.
+    """
+
+    request_ids: list[str]
+    num_tokens_of: list[int]
+    asked: tuple[bool, bool, Bucket | None]
+    layout: StepLayout
+    scheduled: np.ndarray
+    rows: np.ndarray
+    starts: np.ndarray
+    bucket: Bucket
+    buffer: np.ndarray
+    features: int
+    has_patches: bool
+
+
 class InputBatch:
     """Rows 0 … S - 1 and the requests in them; S is ``max_num_seqs``."""
 
@@ -61,9 +85,12 @@ class InputBatch:
         self.masked: dict[str, RowState] = {}
         self.scoring_prompt: set[str] = set()
         """Requests whose prompts are not wholly scored."""
+        self.last_decode: DecodeStep | None = None
+        """Kept by the batch builder; forgotten as soon as anything changes but block tables."""
 
     def add(self, request: NewRequestData) -> RowState:
         """Give a request a row; its whole block table becomes patches."""
+        self.last_decode = None
         row = self.free_rows.pop()
         params = request.sampling_params
         token_ids = np.asarray(request.token_ids, np.int32)
@@ -80,7 +107,7 @@ class InputBatch:
         write_row(self.sampling, row, params, request.seed)
         if mask is not None:
             self.masked[request.request_id] = state
-            set_masked(self.sampling, row, False)
+            self.set_masked(row, False)
         if params.prompt_logprobs is not None:
             self.scoring_prompt.add(request.request_id)
         self.patches.add(row, 0, blocks)
@@ -95,6 +122,7 @@ class InputBatch:
 
     def append(self, request_id: str, token_ids: list[int]) -> RowState:
         """Learn the tokens of a row from ``num_computed_tokens`` on; those before are computed and not read again."""
+        self.last_decode = None
         state = self.states[request_id]
         computed = int(self.num_computed_tokens[state.row])
         known = np.zeros(computed + len(token_ids), np.int32)
@@ -105,11 +133,17 @@ class InputBatch:
         self.num_known_tokens[state.row] = len(known)
         return state
 
+    def set_masked(self, row: int, masked: bool) -> None:
+        """Say whether a row's token mask is in force, from the next step on."""
+        self.last_decode = None
+        set_masked(self.sampling, row, masked)
+
     def remove(self, request_id: str) -> None:
         """Free a request's row; unknown ids (never scheduled) are ignored."""
         state = self.states.pop(request_id, None)
         if state is None:
             return
+        self.last_decode = None
         del self.row_of[request_id]
         self.masked.pop(request_id, None)
         self.scoring_prompt.discard(request_id)

@@ -62,6 +62,10 @@ class Placement:
         """Those of this process."""
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
+    @functools.cached_property
+    def _in_one_process(self) -> bool:
+        return self.mesh is None or len(self.local_devices) == len(self.devices)
+
     def abstract(self, local: Any, specs: Any) -> Any:
         """The whole array's shape and sharding, from one device's shape.
 
@@ -107,12 +111,17 @@ class Placement:
         """Arrays of zeros in these shapes and shardings."""
         return jax.tree.map(lambda leaf: _zeros(leaf.shape, jnp.dtype(leaf.dtype), leaf.sharding), abstract)
 
-    def put_all(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        """What each rank is told, to the devices: an equally large part for each."""
-        return self.put(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    def put_all(self, parts: Sequence[np.ndarray]) -> jax.Array | np.ndarray:
+        """What each rank is told, as an argument of a compiled program: an equally large part for each.
 
-    def put_for(self, rank: int, value: np.ndarray, idle: int = 0) -> jax.Array:
-        """What one rank is told; the others get ``idle`` throughout."""
+        One process's programs take the host's array as it is, and send it themselves: that costs the host a fraction of
+        what ``device_put`` does. It must not be changed any more.
+        """
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return value if self._in_one_process else self.put(value)
+
+    def put_for(self, rank: int, value: np.ndarray, idle: int = 0) -> jax.Array | np.ndarray:
+        """What one rank is told, likewise; the others get ``idle`` throughout."""
         parts = [np.full_like(value, idle)] * self.num_ranks
         parts[rank] = value
         return self.put_all(parts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
@@ -460,7 +461,7 @@ class StepPrograms:
         head: HeadVariant | None,
         params: Any,
         state: DeviceState,
-        buffer: jax.Array,
+        buffer: jax.Array | np.ndarray,
     ) -> tuple[SamplerOutput, jax.Array, DeviceState]:
         """Dispatch a step.
 
@@ -496,7 +497,7 @@ class StepPrograms:
         return next(each for each in self.bursts if each.bucket == bucket and each.features == features)
 
     def run_burst(
-        self, burst: BurstVariant, params: Any, state: DeviceState, buffer: jax.Array
+        self, burst: BurstVariant, params: Any, state: DeviceState, buffer: jax.Array | np.ndarray
     ) -> tuple[SamplerOutput, DeviceState]:
         """Dispatch a burst; ``run`` says the rest."""
         program = self.compiled[burst]

@@ -79,6 +79,14 @@ class StepLayout:
         """(name, start, stop, shape) of each field: worked out once, used in every step."""
         return tuple((name, at, at + math.prod(shape), shape) for name, (at, shape) in self.fields.items())
 
+    @cached_property
+    def _slices(self) -> dict[str, slice]:
+        return {name: slice(start, stop) for name, start, stop, _ in self._parts}
+
+    def slice_of(self, name: str) -> slice:
+        """Where a field lies: for one that is wanted alone."""
+        return self._slices[name]
+
     def split(self, buffer: Any) -> dict[str, Any]:
         """Views (numpy) or static slices (traced arrays) of the fields."""
         return {

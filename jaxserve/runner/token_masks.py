@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.runner.input_batch import InputBatch, RowState
-from jaxserve.sampling.metadata import set_masked
 from jaxserve.step import SchedulerOutput
 
 
@@ -30,7 +29,7 @@ def changed_masks(
         if not state.mask.needs_update(num_output_tokens, state.output_token_ids):
             continue
         bits = state.mask.bits(num_output_tokens, state.output_token_ids)
-        set_masked(batch.sampling, state.row, bits is not None)
+        batch.set_masked(state.row, bits is not None)
         if bits is not None:
             changed.append((state.row, bits))
     for request_id, mask in step.token_masks.items():
@@ -42,7 +41,7 @@ def changed_masks(
             words = state.mask.bits(_num_output_tokens(batch, state, step), state.output_token_ids, words)
         if not words.any():
             exhausted.add(request_id)
-        set_masked(batch.sampling, state.row, True)
+        batch.set_masked(state.row, True)
         changed.append((state.row, words))
     return changed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,3 +208,135 @@ def test_a_burst_is_its_steps():
             )
         assert found["query_start_loc"].tolist() == expected["query_start_loc"].tolist()
         assert found["distribution"].tolist() == expected["distribution"].tolist()
+
+
+class Traffic:
+    """Random steps of random requests, as a scheduler makes them: mostly the same rows decode again."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.rows: dict[str, list[int]] = {}
+        """Request id: tokens computed, tokens known or in flight."""
+        self.made = 0
+        self.order: list[str] = []
+
+    def change(self, batches: list[InputBatch]) -> None:
+        """What may happen between two steps."""
+        rng = self.rng
+        if len(self.rows) < S and rng.random() < (0.8 if not self.rows else 0.08):
+            self.made += 1
+            self.add(batches, f"r{self.made}")
+        if self.rows and rng.random() < 0.04:
+            request_id = rng.choice(list(self.rows))
+            del self.rows[request_id]
+            for batch in batches:
+                batch.remove(request_id)
+            if rng.random() < 0.5:
+                self.add(batches, request_id)
+        if self.rows and rng.random() < 0.05:
+            request_id, masked = rng.choice(list(self.rows)), rng.random() < 0.5
+            for batch in batches:
+                batch.set_masked(batch.row_of[request_id], masked)
+        for request_id, (computed, _) in self.rows.items():
+            if computed and rng.random() < 0.05:
+                blocks = [rng.randrange(1, 99) for _ in range(rng.choice((1, 1, 9)))]
+                for batch in batches:
+                    batch.extend(CachedRequestData(request_id, [blocks], computed))
+
+    def add(self, batches: list[InputBatch], request_id: str) -> None:
+        rng = self.rng
+        num_known = rng.choice((1, 1, 2, 5, 20))
+        num_computed = rng.randrange(num_known)
+        self.rows[request_id] = [num_computed, num_known]
+        tokens = [rng.randrange(99) for _ in range(num_known)]
+        request = new_request(request_id, tokens, computed=num_computed, logprobs=rng.choice((None, 2)))
+        for batch in batches:
+            batch.add(request)
+
+    def step(self, batches: list[InputBatch]) -> SchedulerOutput | None:
+        rng = self.rng
+        decoding: dict[str, int] = {}
+        others: dict[str, int] = {}
+        replayed: set[str] = set()
+        samples: set[str] = set()
+        if rng.random() < 0.1:
+            self.order = rng.sample(list(self.rows), len(self.rows))
+        order = [i for i in self.order if i in self.rows] + [i for i in self.rows if i not in self.order]
+        skips = rng.random() < 0.1
+        for request_id in order:
+            computed, known = row = self.rows[request_id]
+            missing = known - computed
+            if skips and rng.random() < 0.3:
+                continue
+            if missing == 1 and rng.random() < 0.03:
+                appended = [rng.randrange(99) for _ in range(3)]
+                for batch in batches:
+                    batch.append(request_id, appended)
+                row[1] = known = computed + 3
+                missing = 3
+            if missing == 1:
+                decoding[request_id] = 1
+                if rng.random() < 0.02:
+                    replayed.add(request_id)
+            else:
+                others[request_id] = rng.randrange(1, min(missing, 5) + 1)
+            num_tokens = (decoding | others)[request_id]
+            row[0] += num_tokens
+            if row[0] == known:
+                samples.add(request_id)
+                row[1] += 1
+        if not decoding and not others:
+            return None
+        num_steps = 1
+        if not others and not replayed and len(decoding) <= 8 and rng.random() < 0.5:
+            num_steps = 4
+            shortest = rng.choice((4, 4, 4, 2))
+            for request_id in decoding:
+                decoding[request_id] = shortest if request_id == list(decoding)[-1] else num_steps
+                row = self.rows[request_id]
+                row[:] = [row[0] + decoding[request_id] - 1, row[1] + decoding[request_id] - 1]
+        return SchedulerOutput(
+            0, num_scheduled_tokens=decoding | others, num_decode_rows=len(decoding), samples=samples - replayed,
+            replayed_request_ids=replayed, num_decode_steps=num_steps,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_like_the_last_one_is_built_like_any(seed):
+    table = BucketTable.build(64, S, decode_programs=True)
+    builder = BatchBuilder(table, BLOCK, S, BurstLimits(4, max_rows=8, max_top_k=64))
+    traffic = Traffic(seed)
+    batches = [InputBatch(S, vocab_size=100) for _ in range(2)]
+    num_again = num_bursts_again = 0
+    sent, as_sent = np.zeros(0, np.int32), []
+    for _ in range(500):
+        traffic.change(batches)
+        scheduled = traffic.step(batches)
+        if scheduled is None:
+            continue
+        batches[1].last_decode = None
+        # A step that scores prompts is built for the general program, and ranks may need a larger bucket.
+        decode_only = bucket = None
+        if scheduled.num_decode_steps == 1:
+            decode_only = traffic.rng.choice((None, None, None, None, False))
+            bucket = traffic.rng.choice((None, None, None, None, Bucket(64, S)))
+        last = batches[0].last_decode
+        built, expected = (
+            builder.build(batch, scheduled, decode_only=decode_only, bucket=bucket) for batch in batches
+        )
+        again = last is not None and batches[0].last_decode is last
+        num_again += again
+        num_bursts_again += again and scheduled.num_decode_steps > 1
+        assert built.buffer.tolist() == expected.buffer.tolist()
+        assert not np.shares_memory(built.buffer, sent), "the device may still read it"
+        assert sent.tolist() == as_sent
+        sent, as_sent = built.buffer, built.buffer.tolist()
+        assert built.rows.tolist() == expected.rows.tolist()
+        assert built.starts.tolist() == expected.starts.tolist()
+        assert (built.bucket, built.request_ids, built.features) == (
+            expected.bucket, expected.request_ids, expected.features,
+        )  # fmt: skip
+        assert built.early_patches == expected.early_patches
+        assert batches[0].num_computed_tokens.tolist() == batches[1].num_computed_tokens.tolist()
+    assert num_again > 15
+    assert num_bursts_again > 2
