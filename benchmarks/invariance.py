@@ -390,8 +390,8 @@ def try_operations(options: argparse.Namespace) -> None:
 # --- cost -------------------------------------------------------------------------------------------------------
 
 
-def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
-    """Case -> value, as ``offline.py`` measures it."""
+def measure(llm: LLM, options: argparse.Namespace, found: dict[str, float]) -> None:
+    """Add each case's value to ``found`` when it has been measured as ``offline.py`` does."""
     import offline
 
     offline.PROMPT, offline.OUTPUT = options.prompt, 129
@@ -413,7 +413,6 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
         cases.append(partial(benchmark.prefill, rows, max(1, tokens // options.scale)))
     for name in list(offline.THROUGHPUT)[: options.throughput]:
         cases.append(partial(benchmark._throughput, name, sampled=False))
-    found: dict[str, float] = {}
     for case in cases:
         with redirect_stdout(io.StringIO()):  # its targets are of other sizes
             case()
@@ -421,7 +420,6 @@ def measure(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
         name = f"{result['case']}, {result['unit']}"
         found[name] = result["value"]
         print(f"  {name:44s} {found[name]:10.2f}", flush=True)
-    return found
 
 
 def compare_cost(on: dict[str, float], off: dict[str, float]) -> bool:
@@ -521,9 +519,9 @@ def work(options: argparse.Namespace) -> int:
     if options.worker == "restart" and not options.expected.exists():
         sys.exit("restart: FAILED, needs what bits keeps: name it in --parts, and --modes on.")
     made: list[LLM] = []
-    with choose(options):
-        name = f"start {options.worker}"
-        parts.run(name, lambda: made.append(make_llm(options, invariant=mode == "on", **SIZES)), limit=START)
+    name = f"start {options.worker}"
+    choose(options).start()  # until the process ends
+    parts.run(name, lambda: made.append(make_llm(options, invariant=mode == "on", **SIZES)), limit=START)
     if not made:
         return 1
     [llm] = made
@@ -533,7 +531,11 @@ def work(options: argparse.Namespace) -> int:
         found = parts.run("restart", try_restart, llm, options, limit=PARTS["restart"])
         wrong = (found or {}).get("different", 0)
     elif "cost" in wanted:
-        found = parts.run(f"cost {mode}", measure, llm, options, limit=PARTS["cost"])
+        times: dict[str, float] = {}
+        parts.run(f"cost {mode}", measure, llm, options, times, limit=PARTS["cost"])
+        if times:
+            parts.results[f"cost {mode}"] = times  # those that were measured, should one have failed
+            parts.save()
         llm.reset_prefix_cache()
     if options.worker == "on" and "bits" in wanted:
         found = parts.run(
