@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from jaxserve.plan.planned_runner import PlannedRunner
 from jaxserve.runner.kv_arrays import bytes_per_block
-from sharding import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -80,22 +79,7 @@ class Floors:
 
     def weight_bytes_read(self, num_tokens: int) -> float:
         """Bytes of weights that one device reads in a step of ``num_tokens`` a rank: the embedding's rows aside."""
-        return sum(
-            self.runner.device_bytes(spec) * self._share_reached(spec, num_tokens)
-            for name, spec in self.specs.items()
-            if not self._looked_up(name)
-        )
-
-    def _share_reached(self, spec: ParamSpec, num_tokens: int) -> float:
-        """The share of a parameter that a step needs: of experts, those that some token chose."""
-        if "expert" not in spec.axes:
-            return 1.0
-        experts = spec.shape[spec.axes.index("expert")]
-        tokens = num_tokens * self.ranks if self.runner.model.context.expert_parallel else num_tokens
-        return 1.0 - (1.0 - self.experts_per_token / experts) ** tokens
-
-    def _looked_up(self, name: str) -> bool:
-        return name == "embedding" and "lm_head" in self.specs
+        return weight_bytes_read(self.runner.model, self.runner.mesh, num_tokens, self.experts_per_token)
 
     def flops_per_token(self) -> float:
         """Of the layers' products on one device, for one token of its rank; attention and logits aside."""

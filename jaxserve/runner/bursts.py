@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.sampling.metadata import MAX_TOP
@@ -9,42 +11,41 @@ from jaxserve.step import BurstLimits
 
 DEFAULT_STEPS = 4
 """With them the host has the time of four steps for what takes it that of two or three."""
-MAX_ROWS = 32
-"""With more rows a step takes the device longer, and reading the tokens takes the host longer either way."""
-FAST_BYTES = 6 << 30
-"""Weights that an H200 reads in 1.5 ms: about what a step takes the host, for each device that it dispatches to."""
+MOST_ROWS = 32
+"""With more rows, reading the tokens takes the host longer either way."""
+FAST_BYTES = 8e9
+"""Weights that an H200 reads in 1.7 ms: about what a step takes the host, for each device that it dispatches to."""
 
 
 def choose_bursts(
-    num_steps: int | None, *, platform: str, config: EngineConfig, block_size: int, device_bytes: int
+    config: EngineConfig, *, platform: str, block_size: int, bytes_read: Callable[[int], float]
 ) -> BurstLimits | None:
     """The bursts of an engine; None: every step is dispatched alone.
 
     Args:
-        num_steps: ``num_scheduler_steps``; None: what pays.
+        config: how many steps they shall have, and what rules them out.
         platform: ``cpu``, ``gpu`` or ``tpu``.
-        config: for what rules bursts out.
         block_size: tokens in a block.
-        device_bytes: of a device's weights.
+        bytes_read: what a device reads of its weights in a step of so many rows.
 
     Raises:
         ConfigError: they were asked for where there are none.
     """
-    why_not = _why_not(config)
-    if num_steps is None:
-        devices = config.parallel_config.num_devices
-        pays = platform == "gpu" and why_not is None and device_bytes <= FAST_BYTES * devices
-        num_steps = DEFAULT_STEPS if pays else 1
-    if num_steps == 1:
+    asked, why_not = config.scheduler_config.num_scheduler_steps, _why_not(config)
+    if asked == 1 or (asked is None and (why_not is not None or platform != "gpu")):
         return None
     if why_not is not None:
-        raise ConfigError(f"num_scheduler_steps is {num_steps}, but {why_not}", param="num_scheduler_steps")
-    if num_steps > block_size:
+        raise ConfigError(f"num_scheduler_steps is {asked}, but {why_not}", param="num_scheduler_steps")
+    if asked is None:
+        fast = FAST_BYTES * config.parallel_config.num_devices
+        rows = [rows for rows in (1, *range(8, MOST_ROWS + 1, 8)) if bytes_read(rows) <= fast]
+        return BurstLimits(min(DEFAULT_STEPS, block_size), rows[-1], MAX_TOP) if rows else None
+    if asked > block_size:
         raise ConfigError(
-            f"num_scheduler_steps is {num_steps}, more than a block's tokens (block_size is {block_size}). Lower it.",
+            f"num_scheduler_steps is {asked}, more than a block's tokens (block_size is {block_size}). Lower it.",
             param="num_scheduler_steps",
         )
-    return BurstLimits(num_steps, MAX_ROWS, MAX_TOP)
+    return BurstLimits(asked, MOST_ROWS, MAX_TOP)
 
 
 def _why_not(config: EngineConfig) -> str | None:

@@ -54,6 +54,7 @@ from jaxserve.runner.state_updates import StateUpdates
 from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.runner.token_masks import changed_masks
+from jaxserve.runner.weight_traffic import weight_bytes_read
 from jaxserve.sampling.metadata import Feature
 from jaxserve.sampling.state import state_bytes
 from jaxserve.step import BurstLimits, RunnerInfo, SchedulerOutput
@@ -358,13 +359,17 @@ class JaxModelRunner:
 
     def _bursts(self) -> BurstLimits | None:
         """The bursts that pay here: see ``choose_bursts``."""
+        read = partial(weight_bytes_read, self.model, self.placement.mesh)
         return choose_bursts(
-            self.config.scheduler_config.num_scheduler_steps,
+            self.config,
             platform=self.platform,
-            config=self.config,
             block_size=self.block_size,
-            device_bytes=self.model.param_bytes() // self.config.parallel_config.num_devices,
+            bytes_read=lambda num_rows: read(num_rows, self._experts_per_token),
         )
+
+    @property
+    def _experts_per_token(self) -> int:
+        return int(self._hf_config.get("num_experts_per_tok") or 1)
 
     def _size_and_compile(self) -> None:
         """Choose the cache's size and compile for it.
@@ -397,9 +402,8 @@ class JaxModelRunner:
         if not self._style.fixed_addresses:
             return None
         bucket, mesh = self.builder.table.buckets[-1], self.placement.mesh
-        experts = int(self._hf_config.get("num_experts_per_tok") or 1)
         return KERNEL_SCRATCH + max(
-            forward_temporaries(self.model, bucket.num_tokens, experts, mesh),
+            forward_temporaries(self.model, bucket.num_tokens, self._experts_per_token, mesh),
             sampler_temporaries(self.model, bucket.num_rows, LOGIT_COPIES, mesh),
         )
 

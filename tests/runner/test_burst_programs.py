@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.plan.hardware import find_topology
+from jaxserve.plan.planned_runner import PlannedRunner
 from jaxserve.runner import model_runner
 from jaxserve.runner.programs import ProgramStyle
 
 pytestmark = pytest.mark.device
 
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 OPTIONS = {
     "max_model_len": 128, "max_num_seqs": 5, "max_num_batched_tokens": 32, "block_size": 16,
     "num_gpu_blocks_override": 64, "skip_tokenizer_init": True,
@@ -80,3 +86,20 @@ def test_refused(options, reason, tmp_path):
     model = write_tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=reason):
         LLM(str(model), **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "rows"),
+    [("qwen3-0.6b", 1, 32), ("llama-8b", 1, 0), ("llama-8b", 2, 32), ("qwen3-30b-a3b", 1, 1), ("qwen3-30b-a3b", 2, 8)],
+)  # fmt: skip
+def test_who_has_bursts_by_default(model, devices, rows):
+    """On an H200: models whose steps are shorter than the host's work."""
+    path = MODELS / model
+    config = EngineConfig.from_kwargs(model=str(path), tensor_parallel_size=devices).with_defaults_for("gpu")
+    runner = PlannedRunner(
+        config,
+        find_topology(f"h200-{devices}"),
+        json.loads((path / "config.json").read_text()),
+        compiles=False,
+    )
+    assert max((bucket.num_rows for bucket in runner.builder.burst_layouts), default=0) == rows
