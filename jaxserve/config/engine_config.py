@@ -120,7 +120,8 @@ class SchedulerConfig:
     num_scheduler_steps: int | None = setting(
         None,
         "Decode steps in one dispatch while no request waits and at most 32 run; tokens then arrive that many at a "
-        "time. Default: 4 on GPUs for models so small that the host would take longer than the device, else 1.",
+        "time. Default: 4 on GPUs where a step reads so few weights that the host would take longer than the device "
+        "(models of up to 8 GB, on several GPUs more), else 1.",
     )
     max_num_queued_reqs: int | None = setting(
         None, "Refuse requests (503) when this many wait. Default: no limit."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jaxserve.plan.planned_runner import PlannedRunner
 from jaxserve.runner.kv_arrays import bytes_per_block
+from jaxserve.runner.weight_traffic import weight_bytes_read
 
 
 @dataclass(frozen=True)
