@@ -78,6 +78,7 @@ KERNEL_SCRATCH = 64 << 20
 """Bytes that attention kernels keep unfinished rows in."""
 LOGIT_COPIES = 4
 """float32 copies of a step's logits that the whole sampler keeps, by the GPU compiler's account: 3.1."""
+LOGPROBS = int(Feature.LOGPROBS)
 WEIGHT_FORMATS = {"hf": "safetensors"}
 """``ModelFiles.format`` in the words of ``load_format``, where they differ."""
 
@@ -611,7 +612,7 @@ class JaxModelRunner:
             dispatched = self._dispatch_burst(steps[0], scheduler_output)
             self._check_compilations(compilations)
             return dispatched
-        features = Feature(functools.reduce(operator.or_, (step.features for step in steps)))
+        features = functools.reduce(operator.or_, (step.features for step in steps))
         num_rows = max(len(step.request_ids) for step in steps)
         variants = self.programs.choose(steps[0].bucket, num_rows, features=features, decode_only=decode_only)
         sampled, hidden, self.state = self.programs.run(
@@ -680,6 +681,9 @@ class JaxModelRunner:
         rows: list[tuple[int, str]] = []
         for rank, step in enumerate(steps):
             first, num_decode = rank * rows_per_rank, by_rank[rank]
+            if num_decode == len(step.request_ids) and not replayed:
+                rows += enumerate(step.request_ids, first)
+                continue
             rows += [
                 (first + index, request_id)
                 for index, request_id in enumerate(step.request_ids)
@@ -690,7 +694,7 @@ class JaxModelRunner:
     def _num_logprobs(self, steps: list[StepBatch]) -> dict[str, int]:
         wanted: dict[str, int] = {}
         for batch, step in zip(self.batches, steps, strict=True):
-            if step.features & Feature.LOGPROBS:
+            if step.features & LOGPROBS:
                 params = ((i, batch.states[i].request.sampling_params) for i in step.request_ids)
                 wanted |= {i: p.logprobs for i, p in params if p.logprobs is not None}
         return wanted

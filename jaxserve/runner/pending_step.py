@@ -28,7 +28,7 @@ class ScoredPrompt:
     """Of each chunk: those before are other ranks'."""
 
 
-@dataclass
+@dataclass(slots=True)
 class DispatchedStep:
     """What to read back, and for whom.
 
@@ -76,14 +76,7 @@ class DispatchedStep:
         if self.num_burst_tokens is not None:
             self._read_burst(output, self.num_burst_tokens)
         elif self.sampling_rows:
-            token_ids = np.asarray(self.sampled.token_ids).tolist()
-            for row, request_id in self.sampling_rows:
-                if request_id in self.exhausted:
-                    continue
-                if (token_id := token_ids[row]) < 0:
-                    output.failed[request_id] = NO_FINITE_LOGITS
-                else:
-                    output.sampled_token_ids[request_id] = [token_id]
+            self._read_tokens(output, np.asarray(self.sampled.token_ids).tolist())
         else:
             self.sampled.token_ids.block_until_ready()
         for imbalance in self.sampled.expert_imbalance:
@@ -99,6 +92,20 @@ class DispatchedStep:
             output.prompt_logprobs[prompt.request_id] = _read_prompt(prompt)
         self.on_tokens(output.sampled_token_ids)
         return output
+
+    def _read_tokens(self, output: ModelRunnerOutput, token_ids: list[int]) -> None:
+        if min(token_ids) >= 0 and not self.exhausted:
+            output.sampled_token_ids = {
+                request_id: [token_ids[row]] for row, request_id in self.sampling_rows
+            }
+            return
+        for row, request_id in self.sampling_rows:
+            if request_id in self.exhausted:
+                continue
+            if (token_id := token_ids[row]) < 0:
+                output.failed[request_id] = NO_FINITE_LOGITS
+            else:
+                output.sampled_token_ids[request_id] = [token_id]
 
     def _read_burst(self, output: ModelRunnerOutput, num_tokens: Mapping[str, int]) -> None:
         steps = np.asarray(self.sampled.token_ids).reshape(max(num_tokens.values()), -1)

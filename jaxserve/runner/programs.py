@@ -283,6 +283,8 @@ class StepPrograms:
         self._state_specs = shapes.state_specs()
         self.state = placement.abstract(shapes.local_state(), self._state_specs)
         self.compiled: dict[Any, Any] = {}
+        self._options: dict[tuple[Bucket, int, bool], tuple[StepVariant, list[HeadVariant]]] = {}
+        """What ``choose`` chooses from: it follows from the table alone."""
 
     def lower_step(self, variant: StepVariant) -> jax.stages.Lowered:
         """Trace and lower one step."""
@@ -437,23 +439,35 @@ class StepPrograms:
         return self._by_rank((num_tokens, self.model.hidden_size), self.model.dtype)
 
     def choose(
-        self, bucket: Bucket, num_rows: int, *, features: Feature, decode_only: bool
+        self, bucket: Bucket, num_rows: int, *, features: int, decode_only: bool
     ) -> tuple[StepVariant, HeadVariant | None]:
         """The most special programs that can run a step.
 
         Args:
             bucket: the step's.
             num_rows: rows that there really are, of the rank that has most.
-            features: what its rows ask of the sampler.
+            features: what its rows ask of the sampler (``Feature``).
             decode_only: all of its rows have one token.
         """
+        key = (bucket, int(features), decode_only)
+        options = self._options.get(key)
+        if options is None:
+            options = self._options[key] = self._programs_for(*key)
+        step, heads = options
+        return step, next((head for head in heads if head.num_rows >= num_rows), None)
+
+    def _programs_for(
+        self, bucket: Bucket, features: int, decode_only: bool
+    ) -> tuple[StepVariant, list[HeadVariant]]:
+        """The step's program, and the heads that may follow it in ascending order of rows."""
         decode_only = decode_only and bucket in self.builder.table.decode
         held = next(held for held in reversed(SAMPLERS) if not features & ~held)
         if self.heads:
-            heads = (head for head in self.heads if head.features == held)
-            rows = min(head.num_rows for head in heads if head.num_rows >= num_rows)
-            return StepVariant(bucket, Feature.NONE, decode_only, True), HeadVariant(rows, held)
-        return StepVariant(bucket, held if decode_only else ALL_FEATURES, decode_only), None
+            heads = sorted(
+                (head for head in self.heads if head.features == held), key=lambda head: head.num_rows
+            )
+            return StepVariant(bucket, Feature.NONE, decode_only, True), heads
+        return StepVariant(bucket, held if decode_only else ALL_FEATURES, decode_only), []
 
     def run(
         self,

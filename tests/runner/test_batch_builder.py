@@ -12,7 +12,14 @@ from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.burst_program import fields_at
 from jaxserve.runner.input_batch import InputBatch
-from jaxserve.runner.programs import SAMPLERS, ProgramStyle, StepVariant, head_variants, step_variants
+from jaxserve.runner.programs import (
+    SAMPLERS,
+    ProgramStyle,
+    StepPrograms,
+    StepVariant,
+    head_variants,
+    step_variants,
+)
 from jaxserve.runner.step_layout import FROM_DEVICE
 from jaxserve.sampling.metadata import ALL_FEATURES, COLUMN, Feature
 from jaxserve.sampling_params import SamplingParams
@@ -175,6 +182,39 @@ def test_every_step_within_the_budget_has_a_program(budget, rows):
                 assert StepVariant(bucket, Feature.NONE if fixed else ALL_FEATURES, False, fixed) in programs
                 assert bucket.num_rows >= num_rows
                 assert bucket.num_tokens >= num_tokens
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+def test_the_most_special_programs_are_chosen(platform):
+    style = ProgramStyle.of(platform)
+    table = BucketTable.build(64, S, decode_programs=style.decode_programs)
+    programs = object.__new__(StepPrograms)
+    programs.builder, programs._options = BatchBuilder(table, BLOCK, S), {}
+    variants = step_variants(table, style)
+    programs.heads = head_variants(variants)
+    for bucket in table.buckets:
+        for decode_only in (True, False):
+            for features in (Feature.NONE, Feature.TOP_K, Feature.RANDOM, Feature.TOP_K | Feature.LOGPROBS):
+                for num_rows in (bucket.num_rows, 1, 1 + bucket.num_rows // 2):
+                    step, head = programs.choose(
+                        bucket, num_rows, features=int(features), decode_only=decode_only
+                    )
+                    decodes = decode_only and bucket in table.decode
+                    assert (step.bucket, step.decode_only, step.fixed) == (
+                        bucket,
+                        decodes,
+                        style.fixed_addresses,
+                    )
+                    assert step in variants or bucket not in table.mixed
+                    held = head.features if head else step.features
+                    assert not features & ~held
+                    if decodes or head:
+                        assert held == next(each for each in reversed(SAMPLERS) if not features & ~each)
+                    smaller = [each.num_rows for each in programs.heads if each.features == held]
+                    assert (head is None) is (not smaller)
+                    if head is not None:
+                        assert head in programs.heads
+                        assert head.num_rows == min(rows for rows in smaller if rows >= num_rows)
 
 
 def test_a_burst_is_its_steps():
