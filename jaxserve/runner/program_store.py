@@ -120,7 +120,7 @@ def prune(directory: Path | None) -> None:
     if directory is None or not directory.is_dir():
         return
     try:
-        files = sorted(directory.iterdir(), key=_last_used)
+        files = sorted((path for path in directory.iterdir() if path.is_file()), key=_last_used)
         for file in files[: max(0, len(files) - MOST_FILES)]:
             file.unlink(missing_ok=True)
     except OSError as error:
