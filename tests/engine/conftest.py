@@ -13,6 +13,8 @@ from jaxserve import LLM
 
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 8, "num_gpu_blocks_override": 200}
 """Arguments of the tests' engines, where a test names no others: few, small programs."""
+TIGHT = {"num_gpu_blocks_override": 26, "max_model_len": 200}
+"""Besides these: a cache in which running requests take each other's blocks."""
 
 
 @pytest.fixture(scope="session")

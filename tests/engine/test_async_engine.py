@@ -121,7 +121,7 @@ def test_bad_requests_are_refused_before_they_are_admitted(engine):
 
 
 def test_a_full_queue_refuses(tiny_model):
-    engine = AsyncEngine.from_kwargs(str(tiny_model), **{**ENGINE, "max_num_seqs": 1}, max_num_queued_reqs=3)
+    engine = AsyncEngine.from_kwargs(str(tiny_model), **ENGINE, max_num_queued_reqs=3)
 
     async def main():
         with pytest.raises(QueueFullError, match="max_num_queued_reqs"):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from conftest import ENGINE, TIGHT
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, OutOfMemoryError
@@ -61,7 +62,7 @@ def alone(make_llm, prompts) -> list[RequestOutput]:
         {},
         {"enable_prefix_caching": False},
         {"async_scheduling": False},
-        {"num_gpu_blocks_override": 24, "max_model_len": 100},
+        TIGHT,
         {"max_num_batched_tokens": 8},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
         {"max_num_seqs": 1, "max_num_batched_tokens": 16},
@@ -191,7 +192,7 @@ def test_prompt_logprobs_equal_under_chunking(make_llm, prompts):
 
 
 def test_whole_vocabulary_of_logprobs(make_llm, prompts):
-    llm = make_llm(max_logprobs=-1)
+    llm = make_llm(max_logprobs=-1, max_num_seqs=1, max_num_batched_tokens=8)
     (output,) = llm.generate(
         prompts[0],
         SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1),
@@ -265,7 +266,7 @@ def test_interrupt_leaves_the_engine_usable(make_llm, prompts, monkeypatch):
 
 
 def test_a_closed_llm_says_so(tiny_model):
-    with LLM(str(tiny_model), max_num_seqs=1, max_num_batched_tokens=8, num_gpu_blocks_override=300) as llm:
+    with LLM(str(tiny_model), **ENGINE) as llm:
         pass
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from conftest import TIGHT
 
 from jaxserve import LLM, RequestOutputKind, SamplingParams
 from jaxserve.engine.input_processor import ProcessedRequest
@@ -110,9 +111,7 @@ class Soak:
     "num_requests",
     [400, pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
-@pytest.mark.parametrize(
-    "arguments", [{}, {"num_gpu_blocks_override": 30, "max_model_len": 200}], ids=["roomy", "tight"]
-)
+@pytest.mark.parametrize("arguments", [{}, TIGHT], ids=["roomy", "tight"])
 def test_random_requests(make_llm, num_requests, arguments):
     assert MAX_LOGIT_BIAS >= VOCAB
     llm = make_llm(scheduling_policy="priority", **arguments)
