@@ -4,7 +4,7 @@
     python benchmarks/parallel.py --cases tokens decode --devices 4
     python benchmarks/parallel.py --cases tokens --model a/ --moe-model b/ --prompt 16 --tokens 8 --scale 8   # on a CPU
 
-Weights are random (``--load-format dummy``), the same whatever the mesh. Every engine has a process of its own. Those
+Weights are random (``--load-format dummy``), the same whatever the mesh, as long as no KV head is held twice. Every engine has a process of its own. Those
 of a round start side by side, each with its share of the GPUs' memory, and then take turns: only one does anything. An
 engine that does not start within ``--limit`` seconds, or takes longer than that to run, is ended; the others go on.
 What a round found is printed, and saved (``--json``), when it ends.
@@ -178,6 +178,12 @@ def plan(case: str, options: argparse.Namespace) -> list[list[Run]]:
 
 def compared_runs(options: argparse.Namespace) -> list[list[Run]]:
     n, dense, moe = options.devices, options.model, options.moe_model
+    for model in (dense, moe):
+        if n > (heads := read_config(model)["num_key_value_heads"]):
+            raise ValueError(
+                f"{model} has {heads} KV heads: on {n} devices some are held more than once, and each copy would have "
+                f"random weights of its own. Compare on at most {heads} devices."
+            )
     divided = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
     small = {name: size // options.scale if name in divided else size for name, size in SMALL.items()}
     exact, rounded = {**small, "dtype": "float32"}, {**small, "dtype": "bfloat16"}

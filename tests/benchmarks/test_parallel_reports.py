@@ -34,6 +34,11 @@ def test_every_round_fits_the_devices(parallel):
     )
 
 
+def test_copies_of_kv_heads_are_not_compared(parallel):
+    with pytest.raises(ValueError, match="qwen3-30b-a3b has 4 KV heads"):
+        parallel.plan("tokens", argparse.Namespace(**{**vars(OPTIONS), "devices": 8}))
+
+
 def answers(tokens, first):
     return {"tokens": tokens, "first": [{"7": first}] * len(tokens)}
 
