@@ -4,10 +4,10 @@
     python benchmarks/parallel.py --cases tokens decode --devices 4
     python benchmarks/parallel.py --cases tokens --model a/ --moe-model b/ --prompt 16 --tokens 8 --scale 8   # on a CPU
 
-Weights are random (``--load-format dummy``), the same whatever the mesh, as long as no KV head is held twice. Every engine has a process of its own. Those
-of a round start side by side, each with its share of the GPUs' memory, and then take turns: only one does anything. An
-engine that does not start within ``--limit`` seconds, or takes longer than that to run, is ended; the others go on.
-What a round found is printed, and saved (``--json``), when it ends.
+Weights are random (``--load-format dummy``), the same whatever the mesh, as long as no KV head is held twice. Every
+engine has a process of its own. Those of a round start side by side, each with its share of the GPUs' memory, and then
+take turns: only one does anything. An engine that does not start within ``--limit`` seconds, or takes longer than that
+to run, is ended; the others go on. What a round found is printed, and saved (``--json``), when it ends.
 
     tokens    float32: greedy tokens of N devices equal one device's. bfloat16: log probabilities of the 20 likeliest
               first tokens within 2e-2. Dense (tp), experts (tp with expert parallelism), and data parallel. About 70 s
