@@ -43,6 +43,16 @@ def test_host(tiny_model):
     assert re.search(r"x from 4 to 9 rows: (met|MISSED)", output)
 
 
+@pytest.mark.slow
+def test_host_runner():
+    output = run("host_runner.py", "--rows", "2", "--steps", "3")
+    names, cells = (line.split() for line in output.splitlines()[1:3])
+    assert names[:3] == ["rows", "step", "fast"]
+    assert len(cells) == len(names)
+    assert cells[0] == "2"
+    assert all(float(cell) > 0 for cell in cells)
+
+
 def test_cpu_quick(tiny_model):
     output = run("cpu.py", "--quick", "--model", str(tiny_model))
     assert output.splitlines()[-2].split() == ["streams", "decode", "prefill", "single"]
