@@ -238,7 +238,7 @@ def mixed(context: Any, emit: Callable[..., None]) -> None:
 
 def sweep(context: Any, emit: Callable[..., None]) -> None:
     from pallas_kernels.ragged_paged_attention.gpu import _tuned
-    from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
+    from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig
 
     tuned = _tuned("decode", HEAD_SIZE)
     backends = {

@@ -250,7 +250,7 @@ class Context:
         import jax.numpy as jnp
 
         from pallas_kernels.ragged_paged_attention import gpu
-        from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
+        from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig
         from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig
 
         if not tiny and (why_not := gpu.device_why_not()) is not None:

@@ -29,11 +29,11 @@ from pallas_kernels.kv_cache_update.quantized import (
     to_cache_type,
     values_of,
 )
-from pallas_kernels.ragged_paged_attention.gpu_decode import (
+from pallas_kernels.ragged_paged_attention.gpu_decode import decode_attention
+from pallas_kernels.ragged_paged_attention.gpu_decode_plan import (
     DecodeConfig,
     DecodePlan,
     columns_of,
-    decode_attention,
     plan_decode,
 )
 from pallas_kernels.ragged_paged_attention.gpu_prefill import (
@@ -112,11 +112,22 @@ def _tuning() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _tuned(
-    kernel: str, head_size: int, columns: int | None = None, *, narrow: bool = False
+    kernel: str,
+    head_size: int,
+    columns: int | None = None,
+    block_size: int | None = None,
+    *,
+    narrow: bool = False,
 ) -> dict[str, int]:
-    """The table's most particular entry for a head size, a number of columns, and caches of one byte an element."""
+    """The table's most particular entry.
+
+    Args:
+        kernel: ``decode`` or ``prefill``.
+        columns, block_size: of decode's scores and of the cache; None where they do not matter or are not known.
+        narrow: the cache has one byte an element.
+    """
     size = stored_head_size(head_size)
-    keys = [f"{size}/narrow"] * narrow + [f"{size}/{columns}", str(size)]
+    keys = [f"{size}/narrow"] * narrow + [f"{size}/{columns}/{block_size}", str(size)]
     entry = next(_tuning()[kernel][key] for key in keys if key in _tuning()[kernel])
     return {key: value for key, value in entry.items() if key != "source"}
 
@@ -180,14 +191,16 @@ class GpuBackend:
                 it starts.
         """
         group = num_heads // num_kv_heads
-        narrow = kv_cache is not None and values_of(kv_cache).dtype.itemsize == 1
+        values = None if kv_cache is None else values_of(kv_cache)
+        block_size = None if values is None else values.shape[3]
+        narrow = values is not None and values.dtype.itemsize == 1
         decode = plan_decode(
             metadata,
             num_kv_heads=num_kv_heads,
-            block_size=None if kv_cache is None else values_of(kv_cache).shape[3],
+            block_size=block_size,
             sliding_window=options.sliding_window,
             num_sms=self._num_sms(),
-            config=self._decode(head_size, group, narrow),
+            config=self._decode(head_size, group, block_size, narrow),
         )
         decode = replace(decode, counters=jax.new_ref(decode.counters))
         if metadata.decode_only:
@@ -295,8 +308,9 @@ class GpuBackend:
     def _num_sms(self) -> int:
         return self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
 
-    def _decode(self, head_size: int, group: int, narrow: bool) -> DecodeConfig:
-        return self.decode or DecodeConfig(**_tuned("decode", head_size, columns_of(group), narrow=narrow))
+    def _decode(self, head_size: int, group: int, block_size: int | None, narrow: bool) -> DecodeConfig:
+        tuned = _tuned("decode", head_size, columns_of(group), block_size, narrow=narrow)
+        return self.decode or DecodeConfig(**tuned)
 
     def _prefill(self, head_size: int, narrow: bool) -> PrefillConfig:
         return self.prefill or PrefillConfig(**_tuned("prefill", head_size, narrow=narrow))

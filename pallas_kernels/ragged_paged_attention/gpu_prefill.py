@@ -377,18 +377,25 @@ def _kernel_body(
             plgpu.barrier_wait(kv_arrived.at[place])
             rows = 64 if scales is None else min(together, 64)
             layout = copy_layout(rows, 64)
-            for begin in range(0, step_size, rows):
-                scale = None
+
+            def piece(begin, scale):
                 if scales is not None:
-                    scale = plgpu.load(
-                        scales_at(place, begin, rows), layout=layout.reduce(1), optimized=False
-                    )
+                    scale = plgpu.load(scale, layout=layout.reduce(1), optimized=False)
                     scale = lax.broadcast_in_dim(scale, (rows, 64), [0])
                 for column in range(0, head_size, 64):
                     part = pl.ds(begin, rows), pl.ds(column, 64)
                     value = plgpu.load(kv_in.at[place, *part], layout=layout, optimized=False)
                     value = value.astype(jnp.float32)
                     target[part] = (value if scale is None else value * scale).astype(q.dtype)
+
+            def block(i, _):
+                piece(pl.multiple_of(i * rows, rows), scales_in.at[place, i, pl.ds(0, rows)])
+
+            if rows < 64:
+                lax.fori_loop(0, step_size // rows, block, None)
+            else:
+                for begin in range(0, step_size, rows):
+                    piece(begin, None if scales is None else scales_at(place, begin, rows))
             plgpu.commit_smem()
 
         def arrive(full):

@@ -23,7 +23,7 @@ from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, abstr
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
 from pallas_kernels.ragged_paged_attention import gpu_launch
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend, device_why_not, stored_head_size, supported
-from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig
+from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 from pallas_kernels.ragged_paged_attention.reference import ragged_paged_attention

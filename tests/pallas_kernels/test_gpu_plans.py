@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import build_metadata
 
-from pallas_kernels.ragged_paged_attention.gpu_decode import DecodeConfig, Stretch, plan_decode
+from pallas_kernels.ragged_paged_attention.gpu import _tuned
+from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig, Stretch, plan_decode
 from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig, plan_prefill, tile_shape
 
 pytestmark = pytest.mark.device
@@ -27,12 +28,14 @@ def metadata_of(rows, num_rows=16, num_tokens=16):
 @settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=0, max_size=12),
-    kv_heads=st.sampled_from([1, 2, 8]),
-    num_sms=st.sampled_from([1, 7, 16]),
     window=st.sampled_from([None, 1, 100, 1000]),
-    sizes=st.sampled_from([(64, 1, 4), (128, 2, 32)]),
+    device=st.sampled_from(
+        [(1, 16, (64, 1, 4)), (2, 7, (128, 2, 32)), (8, 1, (64, 1, 4)), (8, 16, (128, 2, 32))]
+    ),
 )
-def test_stretches_share_the_line(lengths, kv_heads, num_sms, window, sizes):
+def test_stretches_share_the_line(lengths, window, device):
+    """Few devices: each compiles its own shapes."""
+    kv_heads, num_sms, sizes = device
     config = DecodeConfig(step=sizes[0], ctas_per_sm=2, min_chunk=sizes[1], max_chunks=sizes[2])
     metadata = metadata_of([(n, 1) for n in lengths])
     plan = plan_decode(
@@ -133,6 +136,14 @@ def test_padding_costs_nothing():
     assert not np.asarray(decode.stretches)[:, Stretch.COUNT].any()
     prefill = plan_prefill(metadata, group=4, num_tokens=200, sliding_window=None, config=PrefillConfig())
     assert int(prefill.counts[0]) == 0
+
+
+def test_the_tuning_table_knows_blocks():
+    """A row's bits may depend on the block size, which is a server's, but not on the number of rows."""
+    of = {block: DecodeConfig(**_tuned("decode", 128, 8, block)) for block in (16, 64, None)}
+    assert of[16] != of[64] == of[None]
+    assert DecodeConfig(**_tuned("decode", 128, 16, 16)) == of[64], "measured with 8 columns only"
+    assert _tuned("decode", 128, 8, 16, narrow=True) == _tuned("decode", 128, narrow=True)
 
 
 def test_tiles_of_every_group():
