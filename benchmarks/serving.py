@@ -229,7 +229,9 @@ class Cases:
         began = max(result.start_time + result.ttft for result in results)
         gaps = time_between_tokens(results, began)
         if not gaps.size:
-            raise RuntimeError("all streams had ended, or brought all their tokens at once, when the last one began")
+            raise RuntimeError(
+                "all streams had ended, or brought all their tokens at once, when the last one began"
+            )
         return float(np.median(gaps))
 
     async def long_prompts(self, streams: int, tokens: int) -> None:
