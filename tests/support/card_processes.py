@@ -118,9 +118,15 @@ class _Worker:
         return None
 
     def close(self) -> None:
-        if self.process is not None:
+        """Let it end; at a spoilt device it may not."""
+        if self.process is None:
+            return
+        try:
+            self.process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
             self.process.communicate()
-            self.process = None
+        self.process = None
 
 
 def ending(code: int) -> str:
