@@ -5,7 +5,7 @@ operations over the matrix rate for prefill, both for throughput) and the ratio 
 where one is known, and tokens a second. ``--engine vllm`` runs the same cases through an installed vLLM, so that both
 can be measured in one run. ``--steps`` adds where each case's time went, by kind and padded size of step: steps, ms a
 step (from when the device could begin it to when its tokens were read), the share of it, live tokens, the share of
-padding, and what the host took beside waiting.
+padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of four decode steps.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
     python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,256    # all that one model is asked for
