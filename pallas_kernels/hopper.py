@@ -1,4 +1,4 @@
-"""Whether this process' GPU is a Hopper, and JAX new enough for the kernels made for one."""
+"""Whether this process' GPU is a Hopper, and JAX new enough for the kernels made for one; and how large it is."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def hopper_why_not(what: str) -> str | None:
     if capability != "9.0":
         return f"{what} needs compute capability 9.0, {device.device_kind} has {capability}"
     return None
+
+
+def multiprocessors(num_sms: int | None) -> int:
+    """``num_sms``, where kernels are lowered for a GPU that is not here; None: those of the first local GPU."""
+    return jax.local_devices()[0].core_count if num_sms is None else num_sms

@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, store
 
@@ -734,7 +735,7 @@ class GpuDenseMatmul:
         reason = self.why_not(x.shape[0], *weight.shape, x.dtype, gated=gated, residual=added)
         if reason is not None:
             raise ValueError(reason)
-        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        num_sms = multiprocessors(self.num_sms)
         num_rows, following = x.shape[0], None if ahead is None else ahead.weight
         chunks = self.chunks or (1 if self.invariant else chunks_of(*weight.shape))
         config = self.config or tuned(num_rows, *weight.shape, chunked=chunks > 1 and not gated, gated=gated)

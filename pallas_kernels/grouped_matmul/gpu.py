@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
 from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
 
@@ -456,7 +457,7 @@ class GpuGroupedMatmul:
             )
         if (reason := self.why_not(outputs, inner, lhs.dtype)) is not None:
             raise ValueError(reason)
-        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        num_sms = multiprocessors(self.num_sms)
         config = self.config or tuned(num_rows, num_groups)
         return _jitted(lhs, rhs, group_sizes, config, num_sms, self.interpret)
 

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul import gpu_choose
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, fence_async, store
 
@@ -636,7 +637,7 @@ class GpuFewTokens:
         if (reason := self.why_not(num_tokens, ffn_size, x.shape[1], x.dtype)) is not None:
             raise ValueError(reason)
         configs = self.configs or next(each for most, each in _table() if num_tokens <= most)
-        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        num_sms = multiprocessors(self.num_sms)
         return _jitted(x, gate_up, down, chosen, configs, num_sms, self.interpret)
 
 

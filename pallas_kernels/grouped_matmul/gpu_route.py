@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Rule
 from pallas_kernels.grouped_matmul.route import BLOCK, Routed
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import store
 
@@ -185,7 +186,7 @@ class GpuRoute:
 
     def __call__(self, logits: jax.Array, live: jax.Array, rule: Rule) -> Routed:
         """What ``route.route`` says."""
-        num_sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        num_sms = multiprocessors(self.num_sms)
         return route(logits, live, rule, num_sms=num_sms, interpret=self.interpret)
 
 

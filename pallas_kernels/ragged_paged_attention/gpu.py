@@ -18,6 +18,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, and tracing nothing imports nothing
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.kv_cache_update.gpu import kv_cache_update
 from pallas_kernels.kv_cache_update.quantized import (
     FLOAT8,
@@ -306,7 +307,7 @@ class GpuBackend:
         return jax.freeze(out)[:num_tokens], jax.freeze(cache)
 
     def _num_sms(self) -> int:
-        return self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        return multiprocessors(self.num_sms)
 
     def _decode(self, head_size: int, group: int, block_size: int | None, narrow: bool) -> DecodeConfig:
         tuned = _tuned("decode", head_size, columns_of(group), block_size, narrow=narrow)

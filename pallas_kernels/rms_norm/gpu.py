@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import store
 
@@ -52,7 +53,7 @@ class GpuRMSNorm:
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         """[T, M] by weight [M]: each row to unit root mean square, rounded to x's type, times the weight."""
-        sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        sms = multiprocessors(self.num_sms)
         few = FEW * sms  # as many as have a row are started soonest
         num_ctas = few if x.shape[0] <= few else sms * self.ctas_per_sm
         return _normalise(x, weight, eps, num_ctas, self.interpret)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_primitives import store, warpgroup_barrier
 
@@ -53,7 +54,7 @@ class GpuSplitHeads:
         self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, weights: jax.Array | None, eps: float
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See ``dispatch.SplitHeads``."""
-        sms = self.num_sms if self.num_sms is not None else jax.local_devices()[0].core_count
+        sms = multiprocessors(self.num_sms)
         return _split(qkv, cos, sin, weights, eps, sms * self.ctas_per_sm, self.interpret)
 
 
