@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from difflib import get_close_matches
+from typing import NoReturn, Protocol, cast
 
 from jaxserve.config.cli_flags import normalise_flags
 from jaxserve.errors import JaxserveError
@@ -44,6 +45,17 @@ class Command(Protocol):
     run: Callable[[argparse.Namespace], int]
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Says what is wrong with a command line, and what may be meant, without a hundred flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = self._option_string_actions
+        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        near = [match for flag in unknown if flag not in flags for match in get_close_matches(flag, flags, 1)]
+        hint = f" Did you mean {' '.join(near)}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}.{hint}\n'{self.prog} --help' lists all flags.\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 1 after an error with a message of ours, 2 after wrong flags."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -51,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_command(given)
     module, description = COMMANDS[given[0]]
     command = cast("Command", importlib.import_module(module))
-    parser = argparse.ArgumentParser(prog=f"jaxserve {given[0]}", description=description, allow_abbrev=False)
+    parser = CommandParser(prog=f"jaxserve {given[0]}", description=description, allow_abbrev=False)
     command.add_arguments(parser)
     try:
         expand = getattr(command, "expand", list[str])

@@ -55,6 +55,7 @@ class ProgramStore:
         device_count: int | None = None,
     ) -> None:
         self._directory = directory
+        self._write_failed = False
         self._devices = list(devices) or jax.local_devices()[:1]
         ids = [device.id for device in self._devices]
         count = device_count or jax.device_count()
@@ -87,6 +88,14 @@ class ProgramStore:
             return
         try:
             _write(path, pickle.dumps(serialize_executable.serialize(program)))
+        except OSError as error:
+            if not self._write_failed:  # once: dozens of programs meet the same disk
+                self._write_failed = True
+                logger.warning(
+                    "Compiled programs could not be stored in %s: %s. The next start compiles them again; make room "
+                    "there, or name another folder with --compile-cache-dir.",
+                    path.parent, error.strerror or error,
+                )  # fmt: skip
         except Exception as error:
             logger.warning("A compiled program could not be stored: %s", error)
 
@@ -138,9 +147,14 @@ def _last_used(path: Path) -> float:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all: other engines may start at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
+    file = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)  # noqa: SIM115 it may be left by an error
+    try:
+        with file:
+            file.write(data)
+        os.replace(file.name, path)
+    except BaseException:  # a part of it would take what room there is
+        Path(file.name).unlink(missing_ok=True)
+        raise
 
 
 def _digest(*parts: str) -> str:

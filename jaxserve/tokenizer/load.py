@@ -11,6 +11,7 @@ it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -176,12 +177,19 @@ def _templates_of(value: Any) -> dict[str, str]:
 
 
 def _load_with_transformers(folder: Path) -> FastTokenizer:
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it would miss PyTorch, which nobody needs here
     from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
-        raise ModelNotFoundError(f"{folder} holds no tokenizer that can be read: {error}") from error
+        reason = str(error).partition("\n")[0].rstrip(": ")
+        raise ModelNotFoundError(
+            f"{folder} holds no tokenizer that can be read: it has no tokenizer.json, and transformers says: {reason}. "
+            "Put one there, or name a folder that has one with --tokenizer."
+        ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise UnsupportedModelError(

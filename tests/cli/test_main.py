@@ -56,7 +56,20 @@ def test_a_wrong_command_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
-    assert "usage: jaxserve" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert "usage: jaxserve" in error or "'jaxserve serve --help'" in error
+
+
+def test_a_wrong_flag_is_said_without_all_the_others(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--prot", "1", "--max_num_sequs=3", "--zzz"])
+    assert ended.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith(
+        "unrecognized arguments: --prot --max-num-sequs=3 --zzz. Did you mean --port --max-num-seqs?"
+    )
+    assert second == "'jaxserve serve --help' lists all flags."
 
 
 def test_help_names_every_command(capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,17 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, caplog
     programs = compile_all({"add": lowering([])}, ProgramStore(blocked / "store", "x"))
     assert programs["add"]({"a": jnp.zeros(4)}, jnp.float32(1))[1] == 1
     assert "could not be stored" in caplog.text
+
+
+def test_a_full_disk_is_said_once_and_left_as_it_was(tmp_path, caplog, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    compile_all({"add": lowering([]), "sub": lowering([])}, ProgramStore(tmp_path, "x"))
+    (message,) = caplog.messages
+    assert f"in {tmp_path}: No space left on device" in message
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_kept_without_a_folder():
