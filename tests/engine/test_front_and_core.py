@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_stack import ROOT, SUPPORT, FakeCoreClient
+from live_server import until
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve.config import EngineConfig
@@ -147,8 +148,7 @@ async def test_choices_that_are_aborted_before_they_were_admitted(make_engine):
     stream = await engine.add_request("ab", params(n=2000, max_tokens=50))
     await stream.aclose()
     assert (await answer(engine)).finished
-    await asyncio.sleep(0.1)
-    assert (engine.stats.num_running, engine.stats.num_waiting) == (0, 0)
+    await until(lambda: (engine.stats.num_running, engine.stats.num_waiting) == (0, 0))
 
 
 async def test_only_the_first_choice_scores_the_prompt(make_engine):
@@ -207,7 +207,7 @@ async def test_counters_are_exact_after_aborts(make_engine):
             ends[reason] = ends.get(reason, 0) + 1
 
     await asyncio.gather(*(client(index) for index in range(60)))
-    await asyncio.sleep(0.2)
+    await until(lambda: (engine.stats.num_running, engine.stats.num_waiting) == (0, 0))
     values = {
         (
             metric.name,

@@ -49,7 +49,8 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, int], dict[str, Any]]] = 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from pallas_kernels.dense_matmul.gpu import Config, dense_matmul
+    from pallas_kernels.dense_matmul.gpu_product import dense_matmul
+    from pallas_kernels.dense_matmul.gpu_tuning import Config
 
     (num_rows, outputs, inner), config, arguments = CASES[name]
     rng = np.random.default_rng(0)
@@ -114,7 +115,7 @@ def test_stretches_are_even_and_chunks_are_the_shapes() -> None:
 
 @needs_mosaic_gpu
 def test_the_order_of_sums_follows_the_shape_alone() -> None:
-    from pallas_kernels.dense_matmul.gpu import chunks_of
+    from pallas_kernels.dense_matmul.gpu_tuning import chunks_of
 
     assert {(n, k): chunks_of(n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))} == {
         (6144, 4096): 1, (4096, 4096): 1, (28672, 4096): 1, (4096, 14336): 2
@@ -139,7 +140,7 @@ def lowered(num_rows: int, outputs: int, inner: int, config: Any = None, **kind:
 
 @needs_mosaic_gpu
 def test_it_lowers() -> None:
-    from pallas_kernels.dense_matmul.gpu import Config
+    from pallas_kernels.dense_matmul.gpu_tuning import Config
 
     texts = [
         lowered(1, 6144, 4096),
@@ -159,7 +160,9 @@ def test_it_lowers() -> None:
 
 @needs_mosaic_gpu
 def test_what_cannot_run_is_refused() -> None:
-    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul, _tuning, supported, tuned
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+    from pallas_kernels.dense_matmul.gpu_case import supported
+    from pallas_kernels.dense_matmul.gpu_tuning import Config, _tuning, tuned
 
     for entry in _tuning()["tables"]:
         case = {key: entry.get(key, False) for key in ("chunked", "gated")}
@@ -189,9 +192,9 @@ def test_what_cannot_run_is_refused() -> None:
 
 @needs_mosaic_gpu
 def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pallas_kernels.dense_matmul import gpu
+    from pallas_kernels.dense_matmul import gpu, gpu_tuning
 
-    monkeypatch.setattr(gpu, "_tuning", lambda: table)
+    monkeypatch.setattr(gpu_tuning, "_tuning", lambda: table)
     table: dict[str, Any] = {
         "used": [
             {"outputs_from": 4096, "rows": [1, 0]},

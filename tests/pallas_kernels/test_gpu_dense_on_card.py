@@ -70,7 +70,7 @@ def test_equals_the_oracle_and_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_configuration_changes_a_bit(name: str) -> None:
-    from pallas_kernels.dense_matmul.gpu import Config
+    from pallas_kernels.dense_matmul.gpu_tuning import Config
 
     outputs, inner = SHAPES[name]
     rng = np.random.default_rng(1)

@@ -54,7 +54,7 @@ class ServerProcess:
 
     def wait(self) -> tuple[int, str]:
         """The exit code and what was logged; the engine's process must be gone."""
-        _, logged = self.process.communicate(timeout=30)
+        _, logged = self.process.communicate(timeout=60)
         wait_for(lambda: not alive(self.engine_pid))
         return self.process.returncode, logged
 
@@ -65,7 +65,7 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
@@ -105,11 +105,10 @@ def first_events(response: httpx.Response, count: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_stops_at_once(start, number):
-    server = start().ready()
-    began = server.signal(number)
-    code, logged = server.wait()
+    server = start(shutdown_timeout=300).ready()
+    server.signal(number)
+    code, logged = server.wait()  # less than that timeout
     assert code == 0, logged
-    assert time.monotonic() - began < 5
     assert f"Listening on http://127.0.0.1:{server.port}" in logged
     assert "Traceback" not in logged
 
@@ -149,7 +148,8 @@ def test_a_waiting_client_gets_what_there_is(start):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.5)
+    wait_for(lambda: server.client.get("/load").json()["server_load"] == 1)
+    time.sleep(0.2)  # a few steps
     server.signal()
     thread.join(20)
     choice = answers[0].json()["choices"][0]
@@ -174,17 +174,16 @@ def refused(port: int) -> bool:
 
 
 def test_a_second_signal_exits_at_once(start):
-    server = start(shutdown_timeout=60).ready()
+    server = start(shutdown_timeout=300).ready()
     with server.client.stream("POST", "/v1/completions", json=LONG) as response:
         lines = first_events(response, 1)
         server.signal()
         wait_for(lambda: refused(server.port))
-        began = server.signal()
+        server.signal()
         with pytest.raises(httpx.TransportError):
             list(lines)
     code, _ = server.wait()
     assert code == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 5
 
 
 def test_a_signal_while_loading(start):

@@ -93,7 +93,7 @@ def exists(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not exists(pid)
@@ -170,7 +170,7 @@ def test_sigterm_while_streaming(model):
     started = time.monotonic()
     code, log = served.wait()
     assert code == 0, log
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert "Traceback" not in log
     assert wait_until_gone(core)
 

@@ -57,7 +57,11 @@ def serve(options: dict[str, Any]) -> int:
             raise
         return engine
 
-    config = ServerConfig(port=options["port"], shutdown_timeout=options.get("shutdown_timeout", 5.0))
+    config = ServerConfig(
+        port=options["port"],
+        shutdown_timeout=options.get("shutdown_timeout", 5.0),
+        enable_server_load_tracking=True,
+    )
     return run_server(start_engine, config, ["m"])
 
 

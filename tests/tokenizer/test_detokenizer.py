@@ -158,12 +158,12 @@ def test_a_token_costs_well_under_two_microseconds(smollm2: FastTokenizer):
     rows = [make_detokenizer(smollm2.pieces) for _ in range(64)]
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for token_id in ids:
             one = [token_id]
             for row in rows:
                 row.update(one)
-        best = min(best, (time.perf_counter() - start) / (len(ids) * len(rows)))
+        best = min(best, (time.process_time() - start) / (len(ids) * len(rows)))
     assert best < 2e-6
 
 
