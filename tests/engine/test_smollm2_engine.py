@@ -265,6 +265,7 @@ def test_each_alone(served, answers, some):
         pytest.param(ROOMY | {"enable_prefix_caching": False}, marks=pytest.mark.exhaustive),
         pytest.param(ROOMY | {"async_scheduling": False}, marks=pytest.mark.exhaustive),
         pytest.param(SMALL, marks=pytest.mark.exhaustive),
+        pytest.param(ROOMY | {"num_scheduler_steps": 4}, marks=pytest.mark.exhaustive),
     ],
     ids=[
         "no-async-no-prefixes",
@@ -272,6 +273,7 @@ def test_each_alone(served, answers, some):
         "no-prefix-caching",
         "no-async",
         "budget-64-tiny-cache",
+        "bursts",
     ],
 )
 def test_engines(answers, arguments):
