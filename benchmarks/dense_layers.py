@@ -38,7 +38,8 @@ class Products:
 
 def products(tools: Any, rows: int) -> list[Products]:
     from pallas_kernels.dense_matmul.dispatch import Ahead
-    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul, chunks_of, tuned
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+    from pallas_kernels.dense_matmul.gpu_tuning import chunks_of, tuned
 
     jax, jnp = tools.jax, tools.jnp
 

@@ -140,7 +140,8 @@ class Case:
 
 
 def ours(tools: Tools, kind: str, config: dict[str, int] | None) -> Callable[..., Any]:
-    from pallas_kernels.dense_matmul.gpu import Config, GpuDenseMatmul
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+    from pallas_kernels.dense_matmul.gpu_tuning import Config
 
     config = dict(config or {})
     chunks = config.pop("chunks", None)

@@ -226,4 +226,4 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32, 64]
     assert used(invariant, 1024, 512, residual=True) == [1, 2, 8, 9, 16, 32, 64, 65]
     monkeypatch.undo()
-    assert set(gpu._tuning()["invariant"]) == {*table["invariant"], "source"}
+    assert set(gpu_tuning._tuning()["invariant"]) == {*table["invariant"], "source"}
