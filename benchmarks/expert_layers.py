@@ -204,7 +204,8 @@ def sweep(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
     from kernels import profile
 
     from pallas_kernels.grouped_matmul.few import Rule
-    from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 
     size, rule = args.size, Rule(args.size.top_k, renormalize=True)
     gate_up = random(1, size.experts, 2, size.ffn, size.hidden, scale=0.02)
@@ -291,7 +292,7 @@ def layers(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 def both_config(tokens: int) -> Any:
     """Of the one kernel; what does not fit into shared memory is cut off."""
-    from pallas_kernels.grouped_matmul.gpu_few import FewConfig
+    from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 
     return FewConfig(*BOTH["few" if tokens <= 16 else "many"][0])
 

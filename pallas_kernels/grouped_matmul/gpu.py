@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
+from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.hopper import multiprocessors

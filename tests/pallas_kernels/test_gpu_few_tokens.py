@@ -80,7 +80,8 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_equal_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 
     num_tokens, num_experts, top_k, ffn, hidden, *sizes = EXPERTS[name]
     configs = [FewConfig(consumers, blocks, 64, stages) for consumers, blocks, stages in sizes]
@@ -128,7 +129,8 @@ def test_three_kernels_are_all_of_it(num_tokens: int) -> None:
 
 
 def test_what_it_does_not_do_is_said() -> None:
-    from pallas_kernels.grouped_matmul.gpu_few import FewConfig, GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+    from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 
     kernel = GpuFewTokens(num_sms=132)
     assert kernel.why_not(1, 768, 2048, "bfloat16") is None
