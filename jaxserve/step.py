@@ -225,6 +225,9 @@ class RunnerInfo:
     bits than the other rows': see ``SchedulerOutput``."""
     bursts: BurstLimits | None = None
     """None: a step is one step."""
+    step_sizes: tuple[int, ...] = ()
+    """Ascending: tokens that steps with prompts are padded to, as far as such a step takes as long as its padded size
+    says."""
 
 
 # --- server <-> engine core (msgpack) -----------------------------------------------------------------------

@@ -80,6 +80,7 @@ class EngineCore:
             info.data_parallel_size,
             info.separate_paths,
             info.bursts,
+            info.step_sizes,
         )
         rank_tokens = (info.num_blocks - 1) * info.block_size  # a request is on one rank
         longest = [info.max_model_len - 1, rank_tokens]

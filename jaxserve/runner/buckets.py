@@ -19,8 +19,9 @@ SMALLEST_MIXED = 64
 
 FINE_DECODE = (192, 384, 640, 768, 896)
 """Rows for which a fine table has decode steps, beside powers of two."""
-FINE_MIXED = 512
-"""Tokens from which on a fine table has half steps for prompts."""
+FINE_MIXED = 256
+"""Tokens from which on arithmetic limits a step, so that it takes as long as its padded size says. From here on a fine
+table has half steps for prompts."""
 
 
 @dataclass(frozen=True, order=True)
@@ -76,6 +77,13 @@ class BucketTable:
         rows = _ladder(most, fewest_rows)
         decode = tuple(Bucket(size, size) for size in (_with(rows, FINE_DECODE) if fine else rows))
         return cls(tuple(sorted({*mixed, *decode})), mixed, decode)
+
+    @property
+    def costly_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with prompts whose padding costs what tokens do; none where all steps are of one kind."""
+        return tuple(
+            bucket.num_tokens for bucket in self.mixed if self.decode and bucket.num_tokens >= FINE_MIXED
+        )
 
     def smallest(self, num_tokens: int, num_rows: int, *, decode_only: bool = False) -> Bucket:
         """The smallest bucket that holds the batch.

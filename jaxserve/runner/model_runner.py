@@ -555,6 +555,7 @@ class JaxModelRunner:
             data_parallel_size=ranks,
             separate_paths=self.invariance.separate_paths(self.backend),
             bursts=self._bursts(),
+            step_sizes=self.builder.table.costly_sizes,
         )
 
     def _device_name(self) -> str:

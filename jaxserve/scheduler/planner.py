@@ -23,6 +23,7 @@ from jaxserve.kv_cache.manager import KVCacheManager, PrefixHit
 from jaxserve.request import Request
 from jaxserve.scheduler.bursts import Bursts
 from jaxserve.scheduler.lifecycle import Lifecycle
+from jaxserve.scheduler.padding import StepSizes
 from jaxserve.scheduler.ranks import Rank, StartOption, Vacancy, sort_options
 from jaxserve.scheduler.step_plan import StepPlan, new_request_data
 from jaxserve.step import CachedRequestData, EngineCoreOutput
@@ -41,6 +42,7 @@ class StepPlanner:
         enable_chunked_prefill: whether a prompt may be split over steps.
         separate_paths: as ``RunnerInfo`` has it.
         bursts: None plans none. There are none with several ranks.
+        sizes: None trims no step. None is with several ranks, where one's step is as long as another's.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class StepPlanner:
         enable_chunked_prefill: bool,
         separate_paths: bool = False,
         bursts: Bursts | None = None,
+        sizes: StepSizes | None = None,
     ) -> None:
         self.lifecycle = lifecycle
         self.ranks = lifecycle.ranks
@@ -58,7 +61,7 @@ class StepPlanner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.separate_paths = separate_paths
-        self.bursts = bursts
+        self.bursts, self.sizes = bursts, sizes
         self._first_rank = 0
         """The rank that is preferred among equals: the one after the last that was chosen."""
 
@@ -80,6 +83,8 @@ class StepPlanner:
         if lifecycle.waiting:
             budget = self.max_num_batched_tokens
             self._add_waiting(step, now, [Vacancy(rank, num, budget - num) for rank, num in entries])
+        if self.sizes is not None:
+            self.sizes.trim(step)
 
     def _add_running(self, rank: Rank, step: StepPlan, hold: bool, jump: int) -> None:
         running, decode_rows, separate_paths = rank.running, step.decode_rows, self.separate_paths

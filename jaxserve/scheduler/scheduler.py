@@ -18,6 +18,7 @@ from jaxserve.kv_cache_spec import KVCacheGroup
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler.bursts import Bursts
 from jaxserve.scheduler.lifecycle import Lifecycle, make_output
+from jaxserve.scheduler.padding import StepSizes
 from jaxserve.scheduler.planner import StepPlanner
 from jaxserve.scheduler.ranks import Rank
 from jaxserve.scheduler.step_plan import StepPlan
@@ -50,7 +51,7 @@ class Scheduler:
         max_model_len: prompt and output tokens of a request at most.
         mask_filler: works out the token masks of requests with a grammar; None takes no such requests.
         data_parallel_size: ranks; ``max_num_seqs`` and ``max_num_batched_tokens`` hold for each.
-        separate_paths, bursts: as ``RunnerInfo`` has them.
+        separate_paths, bursts, step_sizes: as ``RunnerInfo`` has them.
 
     Raises:
         ConfigError: the limits contradict each other.
@@ -68,6 +69,7 @@ class Scheduler:
         data_parallel_size: int = 1,
         separate_paths: bool = False,
         bursts: BurstLimits | None = None,
+        step_sizes: Sequence[int] = (),
     ) -> None:
         max_num_seqs, max_num_batched_tokens = _resolved_limits(config)
         self.config = config
@@ -97,6 +99,7 @@ class Scheduler:
             config.enable_chunked_prefill,
             separate_paths,
             self._bursts,
+            StepSizes(step_sizes) if config.enable_chunked_prefill and data_parallel_size == 1 else None,
         )
         self._separate_paths = separate_paths
         self._mask_filler = mask_filler

@@ -67,6 +67,14 @@ class StepPlan:
         if request.sampling_params.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
             self.scoring_rows.append((request, start))
 
+    def cut(self, index: int, num_tokens: int) -> None:
+        """Take so many tokens back from a row of ``other_rows``, which has more than that."""
+        request, scheduled, samples = self.other_rows[index]
+        if num_tokens:
+            request.num_computed_tokens -= num_tokens
+            request.num_inflight_tokens -= samples
+            self.other_rows[index] = (request, scheduled - num_tokens, False)
+
     def add_burst(self, rows: list[tuple[Request, int]]) -> None:
         """Make this step a burst of these rows, each with its number of tokens."""
         rows = sorted(rows, key=_num_tokens, reverse=True)

@@ -158,7 +158,10 @@ def test_prompts_share_the_smallest_buckets_where_decode_steps_have_their_own_pr
     assert table.smallest(70, 1) == Bucket(128, 128)
     assert table.smallest(300, 200) == Bucket(512, 256)
     fine = BucketTable.build(3000, 400, decode_programs=True, fine=True)
-    assert [bucket.num_tokens for bucket in fine.mixed] == [64, 128, 256, 512, 768, 1024, 1536, 2048, 3000]
+    sizes = [bucket.num_tokens for bucket in fine.mixed]
+    assert sizes == [64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3000]
+    assert fine.costly_sizes == (256, 384, 512, 768, 1024, 1536, 2048, 3000)
+    assert BucketTable.build(1024, 256).costly_sizes == ()
     assert [bucket.num_tokens for bucket in fine.decode] == [1, 8, 16, 32, 64, 128, 192, 256, 384, 400]
 
 

@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         data_parallel_size=st.sampled_from([1, 2, 4]),
         separate_paths=st.booleans(),
         burst_steps=st.integers(1, 4),
+        step_sizes=st.sampled_from([(), (2, 5, 8, 12)]),
     )
     def start(
         self,
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         data_parallel_size: int,
         separate_paths: bool,
         burst_steps: int,
+        step_sizes: tuple[int, ...],
     ) -> None:
         bursts = None
         if 1 < burst_steps <= block_size and data_parallel_size == 1 and not separate_paths:
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             data_parallel_size=data_parallel_size,
             separate_paths=separate_paths,
             bursts=bursts,
+            step_sizes=step_sizes,
         )
         self.aborted: set[str] = set()
         self.failed: set[str] = set()

@@ -120,7 +120,7 @@ class Harness:
         depth: steps that may be in flight while the next one is scheduled (0 is synchronous).
         compiler: of the grammars that requests bring.
         data_parallel_size: ranks.
-        separate_paths, bursts: of the runner.
+        separate_paths, bursts, step_sizes: of the runner.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class Harness:
         data_parallel_size: int = 1,
         separate_paths: bool = False,
         bursts: BurstLimits | None = None,
+        step_sizes: tuple[int, ...] = (),
         **config: object,
     ) -> None:
         groups = groups or [full_attention_group()]
@@ -155,6 +156,7 @@ class Harness:
             data_parallel_size,
             separate_paths,
             bursts,
+            step_sizes,
         )
         self.runner = FakeRunner(
             num_blocks + 1,
