@@ -250,7 +250,7 @@ def sweep(context: Any, emit: Callable[..., None]) -> None:
 
 def prefill_sweep(context: Any, emit: Callable[..., None]) -> None:
     from pallas_kernels.ragged_paged_attention.gpu import _tuned
-    from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig
+    from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import PrefillConfig
 
     tuned = _tuned("prefill", HEAD_SIZE)
     backends = {

@@ -251,7 +251,7 @@ class Context:
 
         from pallas_kernels.ragged_paged_attention import gpu
         from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig
-        from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig
+        from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import PrefillConfig
 
         if not tiny and (why_not := gpu.device_why_not()) is not None:
             sys.exit(why_not)

@@ -37,11 +37,11 @@ from pallas_kernels.ragged_paged_attention.gpu_decode_plan import (
     columns_of,
     plan_decode,
 )
-from pallas_kernels.ragged_paged_attention.gpu_prefill import (
+from pallas_kernels.ragged_paged_attention.gpu_prefill import prefill_attention
+from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import (
     PrefillConfig,
     PrefillPlan,
     plan_prefill,
-    prefill_attention,
     tile_shape,
 )
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata

@@ -11,7 +11,7 @@ from ragged_batches import build_metadata
 
 from pallas_kernels.ragged_paged_attention.gpu import _tuned
 from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig, Stretch, plan_decode
-from pallas_kernels.ragged_paged_attention.gpu_prefill import PrefillConfig, plan_prefill, tile_shape
+from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import PrefillConfig, plan_prefill, tile_shape
 
 pytestmark = pytest.mark.device
 
