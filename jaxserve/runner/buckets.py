@@ -22,6 +22,8 @@ FINE_DECODE = (192, 384, 640, 768, 896)
 FINE_MIXED = 256
 """Tokens from which on arithmetic limits a step, so that it takes as long as its padded size says. From here on a fine
 table has half steps for prompts."""
+TRIMMED = 2048
+"""Tokens from which on it has none where steps are trimmed to its sizes: what is put off costs a large step little."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,6 +54,7 @@ class BucketTable:
         decode_programs: bool = False,
         fewest_rows: int = 1,
         fine: bool = False,
+        trimmed: bool = False,
     ) -> BucketTable:
         """One token, powers of two up to the budget, and the budget itself.
 
@@ -60,6 +63,7 @@ class BucketTable:
             decode_programs: steps that only decode have programs of their own, up to ``max_num_seqs``; then the others
                 begin at ``SMALLEST_MIXED``, since a prompt's few tokens cost what that many do.
             fine: with them, add the sizes of ``FINE_DECODE`` and, for prompts, those half-way from ``FINE_MIXED`` on.
+            trimmed: the scheduler cuts steps that are little larger than a size (``RunnerInfo.step_sizes``).
             fewest_rows: no bucket has fewer tokens (padding makes up for it), as a product with one row is another
                 algorithm, which adds up in another order; nor fewer rows, with decode programs. From 2 on the smallest
                 has ``SMALLEST_BATCH``, if the budget lets it.
@@ -71,7 +75,8 @@ class BucketTable:
         sizes = _ladder(max_num_batched_tokens)
         sizes = [size for size in sizes if size >= SMALLEST_MIXED] or sizes[-1:]
         if fine:
-            sizes = _with(sizes, (size * 3 // 2 for size in sizes if size >= FINE_MIXED))
+            most = TRIMMED if trimmed else max_num_batched_tokens
+            sizes = _with(sizes, (size * 3 // 2 for size in sizes if FINE_MIXED <= size < most))
         most = max(min(max_num_seqs, max_num_batched_tokens), fewest_rows)
         mixed = tuple(Bucket(size, min(size, most)) for size in (max(size, fewest_rows) for size in sizes))
         rows = _ladder(most, fewest_rows)

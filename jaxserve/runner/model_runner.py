@@ -351,6 +351,7 @@ class JaxModelRunner:
                 self.max_num_seqs,
                 decode_programs=self._style.decode_programs,
                 fine=self._style.fixed_addresses,
+                trimmed=scheduler.enable_chunked_prefill and self.placement.num_ranks == 1,
                 fewest_rows=self.invariance.fewest_rows,
             ),
             self.block_size,

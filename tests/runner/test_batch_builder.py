@@ -161,6 +161,8 @@ def test_prompts_share_the_smallest_buckets_where_decode_steps_have_their_own_pr
     sizes = [bucket.num_tokens for bucket in fine.mixed]
     assert sizes == [64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3000]
     assert fine.costly_sizes == (256, 384, 512, 768, 1024, 1536, 2048, 3000)
+    trimmed = BucketTable.build(8192, 256, decode_programs=True, fine=True, trimmed=True)
+    assert trimmed.costly_sizes == (256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
     assert BucketTable.build(1024, 256).costly_sizes == ()
     assert [bucket.num_tokens for bucket in fine.decode] == [1, 8, 16, 32, 64, 128, 192, 256, 384, 400]
 
