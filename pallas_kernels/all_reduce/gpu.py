@@ -29,7 +29,7 @@ from pallas_kernels.all_reduce import gpu_norm
 from pallas_kernels.all_reduce import gpu_words as words
 from pallas_kernels.all_reduce.gpu_words import THREADS, VECTOR
 from pallas_kernels.all_reduce.layout import MOST_BLOCKS
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.mosaic_gpu.launch import launch
 
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.all_reduce import gpu_words as words
 from pallas_kernels.all_reduce.gpu_words import THREADS, VECTOR
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import store
 
 LONGEST = 8192
 """Elements of a row: 64 a thread, in registers."""

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dense_matmul.gpu_case import Case
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS
-from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, store
+from pallas_kernels.mosaic_gpu.primitives import add_and_fetch, store
 
 
 def kernel_body(case: Case, dtype: Any) -> Any:

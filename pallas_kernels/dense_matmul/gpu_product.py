@@ -28,7 +28,7 @@ from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import Case, scratch
 from pallas_kernels.dense_matmul.gpu_kernel import kernel_body
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS, Config, chunks_of, tuned
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.mosaic_gpu.launch import launch
 
 MANY = 4096
 """Counters come in so many, which will do for all kernels with few tokens."""

@@ -33,8 +33,8 @@ from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import copy_layout, store
 
 ROWS = 64
 """Outputs of one instruction, and the elements of a swizzled line."""

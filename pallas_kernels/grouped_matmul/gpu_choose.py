@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Chosen, Rule
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import store
 
 MOST_TOKENS, MOST_EXPERTS = 64, 128
 """Whose logits fit into the registers of one warpgroup."""

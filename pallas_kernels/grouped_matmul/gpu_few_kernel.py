@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul.gpu_few_case import ALIGNED, Case, block_of, output_of
 from pallas_kernels.grouped_matmul.gpu_few_tuning import ROWS
-from pallas_kernels.ragged_paged_attention.gpu_primitives import add_and_fetch, fence_async, store
+from pallas_kernels.mosaic_gpu.primitives import add_and_fetch, fence_async, store
 
 
 def _ring(case: Case, free: Any) -> Any:

@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.few import Chosen
 from pallas_kernels.grouped_matmul.gpu_few_case import ALIGNED, Case, scratch
 from pallas_kernels.grouped_matmul.gpu_few_kernel import both_body, down_body, gate_up_body
 from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.mosaic_gpu.launch import launch
 
 
 def gated_mlp(

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Rule
 from pallas_kernels.grouped_matmul.route import BLOCK, Routed
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import store
 
 MOST_EXPERTS = 128
 """Whose logits of a block of tokens fit into the registers of one warpgroup."""

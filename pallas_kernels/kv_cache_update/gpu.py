@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import whole_lines
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import whole_lines
 
 BATCH = 8
 """Tokens moved at a time by one CTA."""

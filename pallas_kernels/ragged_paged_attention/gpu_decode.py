@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_decode_case import Case, scratch
 from pallas_kernels.ragged_paged_attention.gpu_decode_kernel import LOG2E, kernel_body
 from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodePlan, columns_of
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu.primitives import whole_lines
 from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig, blocks_per_step
-from pallas_kernels.ragged_paged_attention.gpu_primitives import whole_lines
 from pallas_kernels.ragged_paged_attention.options import AttentionOptions
 
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.gpu_decode_case import Case
-from pallas_kernels.ragged_paged_attention.gpu_decode_plan import Stretch, blocks_per_step
-from pallas_kernels.ragged_paged_attention.gpu_partials import load_partial, save_partial, store_columns
-from pallas_kernels.ragged_paged_attention.gpu_primitives import (
+from pallas_kernels.mosaic_gpu.primitives import (
     add_and_fetch,
     copy_layout,
     store,
     warpgroup_barrier,
 )
+from pallas_kernels.ragged_paged_attention.gpu_decode_case import Case
+from pallas_kernels.ragged_paged_attention.gpu_decode_plan import Stretch, blocks_per_step
+from pallas_kernels.ragged_paged_attention.gpu_partials import load_partial, save_partial, store_columns
 
 LOG2E = math.log2(math.e)
 

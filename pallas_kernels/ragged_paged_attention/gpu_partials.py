@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store
+from pallas_kernels.mosaic_gpu.primitives import store
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Of an online softmax: running maximum [columns], denominator [columns], weighted values [M, columns]."""

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
+from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_prefill_case import Case, scratch
 from pallas_kernels.ragged_paged_attention.gpu_prefill_kernel import LOG2E, kernel_body
 from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import (

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.mosaic_gpu.primitives import copy_layout, store
 from pallas_kernels.ragged_paged_attention.gpu_prefill_case import Case
 from pallas_kernels.ragged_paged_attention.gpu_prefill_plan import CONSUMERS, ROWS
-from pallas_kernels.ragged_paged_attention.gpu_primitives import copy_layout, store
 
 LOG2E = math.log2(math.e)
 NOTHING_SEEN = -1e30

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.ragged_paged_attention.gpu_launch import launch
-from pallas_kernels.ragged_paged_attention.gpu_primitives import store, warpgroup_barrier
+from pallas_kernels.mosaic_gpu.launch import launch
+from pallas_kernels.mosaic_gpu.primitives import store, warpgroup_barrier
 
 HEAD_SIZE = 128
 """Elements of a head: one a thread."""

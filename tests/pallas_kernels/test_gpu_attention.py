@@ -21,7 +21,7 @@ from ragged_batches import RaggedBatch, in_cache_type, ragged_batch
 
 from pallas_kernels.kv_cache_update.quantized import KVCache, ScaledCache, abstract_cache, values_of
 from pallas_kernels.kv_cache_update.reference import kv_cache_update
-from pallas_kernels.ragged_paged_attention import gpu_launch
+from pallas_kernels.mosaic_gpu import launch as gpu_launch
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend, device_why_not, stored_head_size, supported
 from pallas_kernels.ragged_paged_attention.gpu_decode_plan import DecodeConfig
 from pallas_kernels.ragged_paged_attention.metadata import AttentionMetadata

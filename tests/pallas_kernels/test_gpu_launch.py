@@ -66,7 +66,7 @@ def test_the_calls_take_the_programs_own_arrays():
 
 
 def test_a_larger_batch_gets_its_own_kernel(monkeypatch):
-    from pallas_kernels.ragged_paged_attention import gpu_launch
+    from pallas_kernels.mosaic_gpu import launch as gpu_launch
 
     monkeypatch.setattr(gpu_launch, "MOST", 32)
     small, large = (hashes(lowered(size, size, decode_only=True)) for size in (16, 64))

@@ -34,7 +34,7 @@ def watched_copies(launch: Any) -> Iterator[Copies]:
     """Watch the copies of all kernels lowered inside.
 
     Args:
-        launch: the module ``gpu_launch``, whose kernels that were lowered before are lowered again.
+        launch: the module ``mosaic_gpu.launch``, whose kernels that were lowered before are lowered again.
     """
     from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
