@@ -76,6 +76,7 @@ def test_results_have_vllms_keys_and_add_up(server, model, tmp_path, capsys):
     assert "Serving Benchmark Result" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_agrees_with_an_independent_client(server, model, tmp_path):
     """Output tokens/s and time to first token, within 5 %: the best of several rounds of each, which load on the
     machine can only spoil for a while. One request at a time: of several, steps serve those together that come
