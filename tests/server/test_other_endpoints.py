@@ -123,6 +123,7 @@ async def test_batch_refuses(client, engine: FakeEngine, body: dict[str, Any], p
 
 
 async def test_one_conversation_too_long_admits_none(client, engine: FakeEngine):
+    engine.step_seconds = 0.05  # the short one cannot end by itself meanwhile
     long = [{"role": "user", "content": "x" * 2000}]
     error(await batch(client, messages=[HELLO, long]), 400)
     assert not engine.num_running
