@@ -37,8 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from parts import import_path  # and scripts run without an installation
 
 METRICS = ("streams", "decode", "prefill", "single")
 TARGETS = (
@@ -153,7 +152,7 @@ def jaxserve_http(workload: Workload) -> Iterator[Generate]:
     if workload.budget is not None:
         flags += ["--max-num-batched-tokens", str(workload.budget)]
     command = [sys.executable, "-m", "jaxserve.cli.main", "serve", *flags]
-    environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": import_path()}
     server = subprocess.Popen(command, env=environment, stdout=sys.stderr)
     url = f"http://127.0.0.1:{port}"
     salts = iter(range(1 << 30))

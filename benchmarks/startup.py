@@ -21,10 +21,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parents[1]
+from parts import import_path
+
 TARGETS = {"empty": 60.0, "warm": 20.0}
 """Compile cache -> seconds until ready."""
 POLL_SECONDS = 0.05
@@ -61,7 +61,7 @@ def measure(cache: str, flags: Sequence[str]) -> float:
     port = free_port()
     command = [sys.executable, "-m", "jaxserve.cli.main", "serve", "--port", str(port), *flags]
     environment = {
-        "JAX_PLATFORMS": "cpu", **os.environ, "JAXSERVE_CACHE_DIR": cache, "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu", **os.environ, "JAXSERVE_CACHE_DIR": cache, "PYTHONPATH": import_path(),
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would be used instead
