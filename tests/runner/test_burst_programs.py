@@ -59,7 +59,7 @@ def answers(llm: Any) -> tuple[list[list[list[int]]], list[int]]:
     ("style", "family", "options"),
     [
         ("gpu", "llama", {}),
-        pytest.param("tpu", "llama", {}, marks=pytest.mark.slow),
+        pytest.param("tpu", "llama", {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param("gpu", "qwen3_moe", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
