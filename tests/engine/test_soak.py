@@ -109,7 +109,7 @@ class Soak:
 
 @pytest.mark.parametrize(
     "num_requests",
-    [400, pytest.param(1200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [400, pytest.param(1200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])],
 )
 @pytest.mark.parametrize("arguments", [{}, TIGHT], ids=["roomy", "tight"])
 def test_random_requests(make_llm, num_requests, arguments):
