@@ -198,6 +198,12 @@ class JaxModelRunner:
         assert cache.block_size is not None
         self.block_size = cache.block_size
         self.model: Model = self._build_model(hf_config)
+        asked, longest = self.config.model_config.max_model_len, self.model.max_position_embeddings
+        if isinstance(asked, int) and asked > longest:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the model was made for {longest} tokens. Lower it.",
+                param="max_model_len",
+            )
 
     def _compute_dtype(self, hf_config: dict[str, Any]) -> Any:
         name = self.config.model_config.dtype
@@ -430,13 +436,7 @@ class JaxModelRunner:
     def _num_blocks(self, temporaries: int) -> int:
         """Blocks for the given program temporaries; also settles ``max_model_len``."""
         cache = self.config.cache_config
-        asked = self.config.model_config.max_model_len
-        longest = self.model.max_position_embeddings
-        if isinstance(asked, int) and asked > longest:
-            raise ConfigError(
-                f"max_model_len is {asked}, but the model was made for {longest} tokens. Lower it.",
-                param="max_model_len",
-            )
+        asked, longest = self.config.model_config.max_model_len, self.model.max_position_embeddings
         wanted = None if asked == "auto" else (asked or longest)
         budget = self._device_budget(temporaries)
         if budget is not None:
