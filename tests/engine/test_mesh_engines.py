@@ -110,7 +110,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive("qwen3_moe", {"tensor_parallel_size": 2}),
         slow("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
         exhaustive("qwen3_moe", {"data_parallel_size": 4, "enable_expert_parallel": True}),
-        slow("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 4}),
+        exhaustive("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 4}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()),
 )

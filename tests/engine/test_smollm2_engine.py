@@ -260,7 +260,9 @@ def test_each_alone(served, answers, some):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ROOMY | {"enable_prefix_caching": False, "async_scheduling": False},
+        pytest.param(
+            ROOMY | {"enable_prefix_caching": False, "async_scheduling": False}, marks=pytest.mark.exhaustive
+        ),
         SMALL | {"max_num_batched_tokens": 16},
         pytest.param(ROOMY | {"enable_prefix_caching": False}, marks=pytest.mark.exhaustive),
         pytest.param(ROOMY | {"async_scheduling": False}, marks=pytest.mark.exhaustive),
