@@ -92,7 +92,7 @@ class BatchBuilder:
     def __init__(
         self, table: BucketTable, block_size: int, max_num_seqs: int, bursts: BurstLimits | None = None
     ) -> None:
-        self.table = table
+        self.table, self.bursts = table, bursts
         self.max_num_seqs = max_num_seqs
         self.layouts = {bucket: StepLayout(bucket, block_size, max_num_seqs) for bucket in table.buckets}
         self.burst_layouts: dict[Bucket, StepLayout] = {}

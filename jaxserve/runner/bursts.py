@@ -10,7 +10,7 @@ from jaxserve.sampling.metadata import MAX_TOP
 from jaxserve.step import BurstLimits
 
 DEFAULT_STEPS = 4
-"""With them the host has the time of four steps for what takes it that of two or three."""
+"""The host, which takes as long as two or three steps of a small model, has the time of four."""
 MOST_ROWS = 32
 """With more rows, reading the tokens takes the host longer either way."""
 FAST_BYTES = 8e9

@@ -555,7 +555,7 @@ class JaxModelRunner:
             device=self._device_name(),
             data_parallel_size=ranks,
             separate_paths=self.invariance.separate_paths(self.backend),
-            bursts=self._bursts(),
+            bursts=self.builder.bursts,
             step_sizes=self.builder.table.costly_sizes,
         )
 

@@ -273,6 +273,7 @@ class StepPrograms:
         bursts: Sequence[BurstVariant] = (),
     ) -> None:
         self.bursts = bursts
+        self._bursts = {(burst.bucket, burst.features): burst for burst in bursts}
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
@@ -508,7 +509,7 @@ class StepPrograms:
             bucket: of its steps.
             features: what its rows ask of the sampler.
         """
-        return next(each for each in self.bursts if each.bucket == bucket and each.features == features)
+        return self._bursts[bucket, features]
 
     def run_burst(
         self, burst: BurstVariant, params: Any, state: DeviceState, buffer: jax.Array | np.ndarray

@@ -99,7 +99,9 @@ class Scheduler:
             config.enable_chunked_prefill,
             separate_paths,
             self._bursts,
-            StepSizes(step_sizes) if config.enable_chunked_prefill and data_parallel_size == 1 else None,
+            StepSizes(step_sizes)
+            if step_sizes and config.enable_chunked_prefill and data_parallel_size == 1
+            else None,
         )
         self._separate_paths = separate_paths
         self._mask_filler = mask_filler
