@@ -37,8 +37,14 @@ class StepSizes:
         return excess if 3 * excess <= 2 * (above - below) else 0
 
     def trim(self, step: StepPlan) -> None:
-        """Put the excess of a step off, if its prompts have that much: that of those that came last, first."""
-        if not step.other_rows or not (excess := self.excess(step.count_tokens())):
+        """Put the excess of a step off, that of the prompts that came last, first.
+
+        Not if less of its prompts would stay than is put off: where decoding rows fill a size, a prompt would go on by
+        a token a step.
+        """
+        num_tokens = step.count_tokens()
+        excess = self.excess(num_tokens) if step.other_rows else 0
+        if not 0 < excess <= num_tokens - excess - len(step.decode_rows):
             return
         cuts: list[tuple[int, int]] = []
         for index in reversed(range(len(step.other_rows))):

@@ -52,3 +52,14 @@ def test_decoding_rows_and_whole_prompts_stay() -> None:
     for index in range(9):
         h.add(f"{index}", [index], max_tokens=2, ignore_eos=True)
     assert [len(step) for step in tokens_of(h)] == [9, 9]
+
+
+def test_a_prompt_goes_on_where_decoding_rows_fill_a_size() -> None:
+    """Six rows decode: of nine prompt tokens two would stay in a step of eight, so it takes sixteen."""
+    h = harness(max_num_batched_tokens=64, max_num_seqs=32)
+    for index in range(6):
+        h.add(f"{index}", [index], max_tokens=4, ignore_eos=True)
+    h.step()
+    h.add("long", list(range(7)), max_tokens=1, ignore_eos=True)
+    assert tokens_of(h)[0]["long"] == 7
+    h.check_result("long")
