@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -45,19 +46,50 @@ def answers(tokens, first):
 
 def test_tokens_are_judged(parallel, capsys):
     base = answers([[1, 2, 3, 4], [5, 6, 7, 8]], -1.0)
-    found = {"dense float32 1": base, "dense bfloat16 1": base, "dense float32 tp": base}
+    rounded = answers([[1, 2, 3, 9], [5, 6, 7, 8]], -1.2)
+    found = {"dense float32 1": base, "dense bfloat16 1": rounded, "dense float32 tp": base}
     assert parallel.report_tokens(found, set(found), OPTIONS)
     assert "2 of 2 answers" in capsys.readouterr().out
     found["dense float32 dp"] = answers([[1, 2, 9, 4], [5, 6, 7, 8]], -1.0)
     assert not parallel.report_tokens(found, {"dense float32 dp"}, OPTIONS)
     assert "MISSED, the first to differ after 2 tokens" in capsys.readouterr().out
-    found["dense bfloat16 tp"] = answers([[1, 2, 9, 4], [5, 6, 7, 8]], -1.01)  # its tokens may differ
+    found["dense bfloat16 tp"] = answers([[1, 2, 9, 4], [5, 6, 7, 8]], -1.0)  # its tokens may differ
     assert parallel.report_tokens(found, {"dense bfloat16 tp"}, OPTIONS)
-    found["dense bfloat16 dp"] = answers([[1, 2, 3, 4], [5, 6, 7, 8]], -1.03)
+    assert "1.8e-02 (target 0.02 met), log probabilities within 2.0e-01" in capsys.readouterr().out
+    found["dense bfloat16 tp"] = answers([[1, 2, 9, 4], [5, 6, 7, 8]], -0.95)
+    assert not parallel.report_tokens(found, {"dense bfloat16 tp"}, OPTIONS)
+    out = capsys.readouterr().out
+    assert "2.2e-02 (target 0.02 MISSED)" in out
+    assert "0.25 x (target 1.25 met)" in out
+    found["dense bfloat16 dp"] = answers([[1, 2, 3, 4], [5, 6, 7, 8]], -1.4)  # near enough, twice as far off
     assert not parallel.report_tokens(found, {"dense bfloat16 dp"}, OPTIONS)
+    out = capsys.readouterr().out
+    assert "1.8e-02 (target 0.02 met)" in out
+    assert "2.00 x (target 1.25 MISSED)" in out
     found["moe float32 ep"] = base
     assert not parallel.report_tokens(found, {"moe float32 ep"}, OPTIONS)
     assert "one device was not run" in capsys.readouterr().out
+
+
+def test_experts_of_fewer_layers_say_nothing_about_rounding(parallel, capsys):
+    found = {f"moe {each}": answers([[1]], -1.0) for each in ("float32 1", "bfloat16 1", "bfloat16 ep")}
+    fewer = argparse.Namespace(**{**vars(OPTIONS), "moe_layers": 12})
+    assert parallel.report_tokens(found, {"moe bfloat16 ep"}, fewer)
+    assert "from float32: unknown, float32 has 12 layers" in capsys.readouterr().out
+
+
+def test_tokens_that_one_engine_does_not_list_count(parallel):
+    base = {"first": [{"7": -1.0, "8": -3.0}]}
+    difference = parallel.apart(base, {"first": [{"9": -1.5, "8": -3.5}]})
+    assert sorted(difference.values.tolist()) == [-2.5, -0.5, 1.5]  # of 7, 8, 9
+    assert difference.relative(2.0) == pytest.approx((8.75 / (1 + 1 + 1)) ** 0.5)
+
+
+def test_logits_of_dummy_weights_follow_from_their_log_probabilities(parallel):
+    config, rng = {"vocab_size": 50_000, "hidden_size": 2048}, np.random.default_rng(0)
+    logits = rng.normal(0, 0.02 * 2048**0.5, config["vocab_size"])
+    assert parallel.spread_of(config) == pytest.approx(logits.std(), rel=0.01)
+    assert parallel.log_total(config) == pytest.approx(np.log(np.exp(logits).sum()), abs=0.02)
 
 
 def test_times_are_judged(parallel, capsys):
