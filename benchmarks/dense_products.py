@@ -111,6 +111,10 @@ class Tools(Protocol):
     def await_turn(self) -> None: ...
 
 
+XLAS = ("xla", "pinned")
+"""Paths of XLA: its timed choice, and as a batch-invariant engine has it."""
+INVARIANT_ROWS = (128, 192, 256, 512, 2048, 8192)
+
 Timed = Callable[[Callable[[], Any], int, str], tuple[float, float]]
 """(run, products in it, name of the kernel or "") to us of a product's kernels, and of all that belongs to it."""
 
@@ -120,7 +124,7 @@ class Case:
     """One product with some rows, computed one way.
 
     Args:
-        path: ``ours``, ``xla``, or a configuration of ours.
+        path: ``ours``, one of ``XLAS``, ``one chunk`` (ours of a batch-invariant engine), or a configuration of ours.
         multiply: (x, weight, residual) to the result.
     """
 
@@ -155,14 +159,28 @@ def ours(tools: Tools, kind: str, config: dict[str, int] | None) -> Callable[...
     return call
 
 
+def one_chunk(tools: Tools, kind: str) -> Callable[..., Any]:
+    """Ours of a batch-invariant engine."""
+    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
+
+    kernel = GpuDenseMatmul(always=True, invariant=True)
+    out_dtype = tools.jnp.float32 if kind == "float32" else None
+
+    def call(x: Any, weight: Any, residual: Any) -> Any:
+        residual = residual if kind == "residual" else None
+        return kernel(x, weight, residual=residual, gated=kind == "gated", out_dtype=out_dtype)
+
+    return call
+
+
 def xla(tools: Tools, kind: str, *, alone: bool = False) -> Callable[..., Any]:
-    """XLA's; ``alone``: nothing that follows becomes a part of the product, as a batch-invariant engine has it."""
+    """XLA's; ``alone``: of what follows only a residual joins the product, as in a batch-invariant engine."""
     jax, jnp = tools.jax, tools.jnp
 
     def call(x: Any, weight: Any, residual: Any) -> Any:
         result = jnp.float32 if kind == "float32" else x.dtype
         y = jnp.einsum("tk,nk->tn", x, weight, preferred_element_type=result)
-        y = jax.lax.optimization_barrier(y) if alone else y
+        y = jax.lax.optimization_barrier(y) if alone and kind != "residual" else y
         if kind == "gated":
             gate, up = jnp.split(y.astype(jnp.float32), 2, axis=1)
             y = (jax.nn.silu(gate) * up).astype(x.dtype)
@@ -207,7 +225,7 @@ def program(tools: Tools, case: Case) -> Callable[..., Any]:
         results = []
         for weight in weights:
             results.append(case.multiply(x, weight, residual))
-            if case.path != "xla":
+            if case.path not in XLAS:
                 x = x + (results[-1][:1, :1] * 0).astype(x.dtype)
         return results
 
@@ -217,9 +235,12 @@ def program(tools: Tools, case: Case) -> Callable[..., Any]:
 def compiled(tools: Tools, cases: list[Case], operands: Operands) -> list[Any]:
     """The cases' programs, compiled side by side; an exception in place of one that could not be."""
 
+    from jaxserve.runner.invariance import PINNED_PRODUCTS
+
     def one(case: Case) -> Any:
+        options = dict(PINNED_PRODUCTS) if case.path == "pinned" else None
         try:
-            return program(tools, case).lower(*operands.of(case.rows, case.kind)).compile()
+            return program(tools, case).lower(*operands.of(case.rows, case.kind)).compile(options)
         except Exception as error:
             return error
 
@@ -240,11 +261,11 @@ def measure_all(
     ready = []
     for cases in products:
         operands = Operands(tools, cases[0].model, cases[0].name)
-        own = [case for case in cases if case.path != "xla"]
+        own = [case for case in cases if case.path not in XLAS]
         ready.append((cases, operands, dict(zip(own, compiled(tools, own, operands), strict=True))))
     tools.await_turn()
     for cases, operands, executables in ready:
-        others = [case for case in cases if case.path == "xla"]
+        others = [case for case in cases if case.path in XLAS]
         executables |= dict(zip(others, compiled(tools, others, operands), strict=True))
         operands.make()
         measure(tools, emit, timed, section, cases, operands, [executables[case] for case in cases])
@@ -267,7 +288,7 @@ def measure(
             error = largest_error(tools, found[0], case, operands)
             first_rows[case.path, case.rows] = np.asarray(found[0][:8].astype(tools.jnp.float32))
             del found
-            name = "" if case.path == "xla" else "dense_matmul"
+            name = "" if case.path in XLAS else "dense_matmul"
             kernel_us, layer_us = timed(lambda: executable(*arguments), len(operands.weights), name)  # noqa: B023
         except Exception as error:
             print(f"# {label} {case.path}: {type(error).__name__}: {str(error)[:300]}")
@@ -292,7 +313,7 @@ def report_bits(
         differ = [n for n in rows if not np.array_equal(found[path, n], expected[: min(n, 8)])]
         emit(
             section="invariance", name=f"dense {cases[0].model} {cases[0].name}", path=path, rows=str(rows),
-            differ=str(differ), wrong=path == "ours" and bool(differ),
+            differ=str(differ), wrong=path in ("ours", "one chunk") and bool(differ),
         )  # fmt: skip
 
 
@@ -357,6 +378,19 @@ def sweep(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
     measure_all(tools, emit, timed, "dense_sweep", share(products))
 
 
+def invariant(tools: Tools, emit: Callable[..., None], timed: Timed) -> None:
+    """Llama 8B's products in a batch-invariant engine, ours with one chunk, XLA's pinned, and XLA's timed ones."""
+    products = []
+    for name in ("qkv", "out", "gate_up", "down"):
+        kind, cases = KINDS[name], []
+        for rows in INVARIANT_ROWS:
+            cases.append(Case("8b", name, rows, "one chunk", one_chunk(tools, kind)))
+            cases.append(Case("8b", name, rows, "pinned", xla(tools, kind, alone=True)))
+            cases.append(Case("8b", name, rows, "xla", xla(tools, kind)))
+        products.append(cases)
+    measure_all(tools, emit, timed, "dense_invariant", share(products))
+
+
 def bits(tools: Tools, emit: Callable[..., None]) -> None:
     """How many elements of the kernel's results, with one chunk, are not those of XLA's pinned products.
 
@@ -377,18 +411,12 @@ def bits(tools: Tools, emit: Callable[..., None]) -> None:
 def compare_bits(tools: Tools, kind: str, shape: tuple[int, int]) -> dict[str, Any]:
     """Numbers of elements that differ, by rows; those of the kernel from itself are wrong."""
     from jaxserve.runner.invariance import PINNED_PRODUCTS
-    from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
     outputs, inner = shape
     all_rows = [rows for rows in BITS_ROWS if outputs < 65536 or rows <= 256]
     weight = tools.random(outputs, inner) * inner**-0.5
     x, residual = tools.random(all_rows[-1], inner), tools.random(all_rows[-1], outputs)
-    kernel = GpuDenseMatmul(always=True, invariant=True)
-    out_dtype = tools.jnp.float32 if kind == "float32" else None
-
-    def by_kernel(x: Any, weight: Any, residual: Any) -> Any:
-        residual = residual if kind == "residual" else None
-        return kernel(x, weight, residual=residual, gated=kind == "gated", out_dtype=out_dtype)
+    by_kernel = one_chunk(tools, kind)
 
     def one(case: tuple[int, str]) -> Any:
         rows, way = case

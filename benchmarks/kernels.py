@@ -60,11 +60,13 @@ SECTIONS = {
     "grouped_sweep": 400,
     "dense_sweep": 300,
     "dense_bits": 200,
+    "dense_invariant": 300,
 }
 """Section: its time limit in seconds; of those that measure in turn, from when the first may begin."""
 
 ATTENTION_TIMED = ("decode", "prefill", "mixed", "sweep", "prefill_sweep")
-DENSE_TIMED = ("dense", "dense_layers", "dense_sweep")
+DENSE_TIMED = ("dense", "dense_layers", "dense_sweep", "dense_invariant")
+OF_INVARIANCE = ("dense_bits", "dense_invariant")
 IN_TURN = ("ceilings", *ATTENTION_TIMED, *DENSE_TIMED)
 """Sections that compile beside others and then wait for their turn to measure."""
 TOGETHER = ("check", "invariance", *IN_TURN)
@@ -75,7 +77,7 @@ many bytes): twenty processes share the GPU, and those that are to measure hold 
 
 SHARDS = {
     "check": 8, "decode": 4, "prefill": 3, "sweep": 6, "prefill_sweep": 2, "dense": 5, "dense_layers": 3,
-    "dense_sweep": 4, "dense_bits": 4,
+    "dense_sweep": 4, "dense_bits": 4, "dense_invariant": 4,
 }  # fmt: skip
 """Sections that mostly compile, and so run as several processes at a time."""
 
@@ -87,7 +89,7 @@ def main() -> int:
     parser.add_argument(
         "--sections",
         nargs="+",
-        default=[each for each in SECTIONS if "sweep" not in each and each != "dense_bits"],
+        default=[each for each in SECTIONS if "sweep" not in each and each not in OF_INVARIANCE],
         choices=list(SECTIONS),
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -735,6 +737,12 @@ def section_dense_bits(context: Context) -> None:
     import dense_products
 
     dense_products.bits(context, emit)
+
+
+def section_dense_invariant(context: Context) -> None:
+    import dense_products
+
+    dense_products.invariant(context, emit, functools.partial(dense_times, context))
 
 
 def section_dense_sweep(context: Context) -> None:

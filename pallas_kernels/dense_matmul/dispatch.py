@@ -57,7 +57,7 @@ class DenseMatmul(Protocol):
         """The same with one order of sums for all numbers of rows, though XLA be faster for some.
 
         What it leaves to XLA all the same, XLA adds up in that order if its choice of algorithms is pinned; and rounds
-        as this does if nothing that follows becomes a part of the product.
+        as this does if of what follows a residual alone becomes a part of the product.
         """
         ...
 
@@ -70,7 +70,7 @@ class DenseMatmul(Protocol):
         Args:
             x: [T, K].
             weight: [N, K] of the same type, outputs first.
-            residual: [T, N] added to the product, which is rounded before; the sum is rounded again.
+            residual: [T, N] added to the product in float32; the sum alone is rounded, as cuBLAS does.
             gated: the weight is a gate's N / 2 rows and as many others: silu(gate) * other, both rounded before.
             out_dtype: float32 leaves the sums as they are, without the two above.
             ahead: what comes next; the result is the same with it and without.

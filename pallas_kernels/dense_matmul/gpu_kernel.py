@@ -150,7 +150,7 @@ def kernel_body(case: Case, dtype: Any) -> Any:
                         load_residual(piece, tokens, output)
                     plgpu.barrier_wait(residual_full.at[warpgroup])
                     before = plgpu.load(ours.T, layout=plgpu.Layout.WGMMA, optimized=False)
-                    value = before.astype(jnp.float32) + value.astype(dtype).astype(jnp.float32)
+                    value = before.astype(jnp.float32) + value  # rounded once, as cuBLAS does
                 else:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 ours.T[...] = value.astype(dtype)

@@ -1,4 +1,4 @@
-"""The oracle: the product in float32, and what may follow it, rounded where the layers round."""
+"""The oracle: the product in float32, and what may follow it, rounded where the kernel rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dense_matmul(
     Args:
         x: [T, K].
         weight: [N, K], outputs first.
-        residual: [T, N] added to the product, which is rounded to x's type before.
+        residual: [T, N] added to the product before that is rounded.
         gated: the weight is a gate's N / 2 rows and then as many others: silu(gate) * other, both rounded before.
     """
     y = jnp.einsum(
@@ -24,5 +24,5 @@ def dense_matmul(
         gate, up = jnp.split(y.astype(x.dtype).astype(jnp.float32), 2, axis=1)
         y = jax.nn.silu(gate) * up
     if residual is not None:
-        y = residual.astype(jnp.float32) + y.astype(x.dtype).astype(jnp.float32)
+        y = residual.astype(jnp.float32) + y
     return y

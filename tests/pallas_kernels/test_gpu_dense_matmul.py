@@ -70,6 +70,8 @@ def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> Non
         x, weight, residual=residual if "residual" in arguments else None, gated="gated" in arguments
     )
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=0.01, atol=0.15)
+    if "residual" in arguments:  # rounded once: of those rounded before, too, every fifth would be another
+        assert np.mean(np.asarray(found != expected.astype(found.dtype))) < 0.01
     assert not unexpected_races(capsys.readouterr().out)
 
 
