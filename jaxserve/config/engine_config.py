@@ -108,7 +108,10 @@ class CacheConfig:
 class SchedulerConfig:
     """How requests share steps."""
 
-    max_num_seqs: int | None = setting(None, "Requests in a step at most. Default: 64 on CPU, 256 elsewhere.")
+    max_num_seqs: int | None = setting(
+        None,
+        "Requests in a step at most. Default: 64 on CPU, 1024 on GPUs of at least 70 GiB, 256 elsewhere.",
+    )
     max_num_batched_tokens: int | None = setting(
         None, "Token budget of a step. Default: 512 on CPU, 8192 on GPU, 2048 on TPU.", parse="size"
     )
@@ -272,9 +275,16 @@ class EngineConfig:
             CompilationConfig(**compilation), ObservabilityConfig(**observability), HostsConfig(**hosts),
         )  # fmt: skip
 
-    def with_defaults_for(self, platform: str) -> EngineConfig:
-        """Fill the defaults that depend on the device (``cpu``, ``gpu``, ``tpu``)."""
+    def with_defaults_for(self, platform: str, device_memory: int | None = None) -> EngineConfig:
+        """Fill the defaults that depend on the device.
+
+        Args:
+            platform: ``cpu``, ``gpu`` or ``tpu``.
+            device_memory: bytes of one device; None if it does not tell.
+        """
         defaults = PLATFORM_DEFAULTS[platform]
+        if platform == "gpu" and (device_memory or 0) >= LARGE_GPU_BYTES:
+            defaults = replace(defaults, max_num_seqs=LARGE_GPU_SEQS)
         cache, scheduler = self.cache_config, self.scheduler_config
         cache = replace(
             cache,
@@ -315,6 +325,8 @@ class PlatformDefaults:
     kv_cache_memory_bytes: int | None
 
 
+LARGE_GPU_BYTES, LARGE_GPU_SEQS = 70 << 30, 1024
+"""GPUs with room for the caches of so many requests, and what more rows need of sampling state and logits (1 GB)."""
 PLATFORM_DEFAULTS = {
     "cpu": PlatformDefaults(32, 64, 512, 1 << 30),
     "gpu": PlatformDefaults(64, 256, 8192, None),

@@ -31,7 +31,7 @@ def create_runner(config: EngineConfig) -> tuple[ModelRunner, EngineConfig]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(share + POOL_SLACK, 0.99):.4f}")
     # Through importlib: this room knows the runner by its protocol alone.
     model_runner: Any = importlib.import_module("jaxserve.runner.model_runner")
-    config = config.with_defaults_for(model_runner.platform_name())
+    config = config.with_defaults_for(model_runner.platform_name(), model_runner.device_memory())
     return model_runner.JaxModelRunner(config), config
 
 

@@ -131,7 +131,7 @@ def make_plan(
     Raises:
         ConfigError, UnsupportedModelError: as an engine's start would.
     """
-    config = config.with_defaults_for(topology.platform)
+    config = config.with_defaults_for(topology.platform, topology.hbm_bytes)
     if options.fill_cache and options.programs != "all":
         raise ConfigError(
             "fill_cache compiles every program: it cannot do so with fewer.", param="fill_cache"

@@ -79,8 +79,19 @@ def _budget(
     limit = stats.get("bytes_limit")
     if not limit:
         return None
-    memory = limit / _pool_fraction() if platform == "gpu" else limit
-    return MemoryBudget(min(limit, int(memory * share)), stats["bytes_in_use"], program_temporaries)
+    return MemoryBudget(
+        min(limit, int(_memory(limit, platform) * share)), stats["bytes_in_use"], program_temporaries
+    )
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes of a device, None if it does not tell (CPU)."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(_memory(limit, device.platform)) if limit else None
+
+
+def _memory(limit: int, platform: str) -> float:
+    return limit / _pool_fraction() if platform == "gpu" else limit
 
 
 def _pool_fraction() -> float:

@@ -35,6 +35,7 @@ from jaxserve.runner.kv_arrays import (
     device_budget,
     single_group,
 )
+from jaxserve.runner.kv_arrays import device_memory as memory_of
 from jaxserve.runner.pending_step import DispatchedStep
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
@@ -86,6 +87,11 @@ WEIGHT_FORMATS = {"hf": "safetensors"}
 def platform_name() -> str:
     """``cpu``, ``gpu`` or ``tpu``: what this process's devices are."""
     return jax.default_backend()
+
+
+def device_memory() -> int | None:
+    """Bytes of one of this process's devices, None if it does not tell."""
+    return memory_of(jax.local_devices()[0])
 
 
 def cache_type(name: str) -> Any:

@@ -145,7 +145,9 @@ def test_collectives_of_a_program() -> None:
 def test_collectives_of_a_step_that_is_not_compiled() -> None:
     """Two a layer and the embedding's over eight devices; the sampler's are small. Ranks share nothing but that."""
     hf_config = config_of("llama-8b") | {"num_hidden_layers": 2}
-    config = EngineConfig.from_kwargs(tensor_parallel_size=4, data_parallel_size=2, max_model_len=8192)
+    config = EngineConfig.from_kwargs(
+        tensor_parallel_size=4, data_parallel_size=2, max_model_len=8192, max_num_seqs=256
+    )
     found = make_plan("model", hf_config, config, find_topology("h200-8"), options=CompileOptions("none"))
     assert found.step_collectives is not None
     counts = {each.kind: each for each in found.step_collectives}
