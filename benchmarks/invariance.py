@@ -10,12 +10,15 @@ On two GPUs of a host, side by side:
     CUDA_VISIBLE_DEVICES=1 python benchmarks/invariance.py --parts cost,off --modes off --save off.json; wait
     python benchmarks/invariance.py --compare on.json off.json
 
+Which kernels the mode makes slower: ``--parts cost --decode '' --prefill '' --throughput 0 --profile 64,1x8192``.
+
 ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows. 50 s for 8B
 bits   requests alone and among up to 511 others, with the mode on: random company, order, cache (warm, cold, written
        while decoding), token budget, asynchronous scheduling, forced preemptions. 200 situations: 130 s for 8B
 restart the same requests alone in another process, which finds the programs of the first one. 20 s
 off    as bits, with the mode off. 15 s for 40 situations
-cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio. 45 s a mode
+cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio. 45 s a mode; and with
+       ``--profile``, as ``profile_step.py`` takes it, the kernels of such steps, on beside off
 
 An engine has a process of its own: one with the mode on (50 s to start on an H200 without stored programs) for cost and
 bits, one after a restart (10 s), one with the mode off (42 s) for cost and off. A part that fails or takes too long
@@ -45,6 +48,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import profile_step
 from offline import Benchmark, Engine
 from parts import Parts, clean_up_when_ended, verdict
 
@@ -400,7 +404,7 @@ def measure(llm: LLM, options: argparse.Namespace, found: dict[str, float]) -> N
         llm,
         "jaxserve",
         SamplingParams,
-        SIZES["max_num_seqs"],
+        llm._core.scheduler.config.max_num_seqs,
     )
     engine.steps = None
     folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
@@ -440,16 +444,52 @@ def compare_cost(on: dict[str, float], off: dict[str, float]) -> bool:
     return good
 
 
+def profile(parts: Parts, mode: str, llm: LLM, options: argparse.Namespace) -> None:
+    """Profile each case as a part of its own."""
+    folder = MODELS / options.model if (MODELS / options.model).is_dir() else Path(options.model)
+    context, shape = options.prompt // options.scale, profile_step.shape_of(folder)
+    for case in filter(None, options.profile.split(",")):
+        print(f"profile {case}, mode {mode}", flush=True)
+        words = profile_step.scaled(case, options.scale), context, options.top, shape
+        parts.run(f"profile {case} {mode}", profile_step.profile, llm, *words, limit=PROFILE)
+
+
+def compare_profiles(results: dict[str, Any], top: int) -> None:
+    """Print what each case that was profiled in both modes took, and the kernels that differ most, in us a step."""
+    cases = [
+        name.removesuffix(" on") for name in results if name.startswith("profile ") and name.endswith(" on")
+    ]
+    for case in cases:
+        on, off = (results.get(f"{case} {mode}", {"error": "it was not profiled"}) for mode in ("on", "off"))
+        if "error" in on or "error" in off:
+            continue
+        print(f"{case + ', us a step':62s} {'on':>10s} {'off':>10s} {'on - off':>10s}")
+        times: list[dict[str, float]] = [each["times"] for each in (on, off)]
+        kernels = {name: [each.get(name, 0.0) for each in times] for name in times[0] | times[1]}
+        differing = sorted(kernels, key=lambda name: abs(kernels[name][0] - kernels[name][1]), reverse=True)
+        kinds = {
+            name: [each.get("kinds", {}).get(name, 0.0) for each in (on, off)]
+            for name in on.get("kinds", {}) | off.get("kinds", {})
+        }
+        lines = {name: [on[name], off[name]] for name in ("wall", "busy")} | kinds
+        for name, (first, second) in [*lines.items(), *((name, kernels[name]) for name in differing[:top])]:
+            print(f"  {name[:60]:60s} {first:10.1f} {second:10.1f} {first - second:10.1f}")
+    sys.stdout.flush()
+
+
 def main() -> int:
     options = arguments()
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
     if options.compare:
-        costs = []
+        costs, profiles = [], dict[str, Any]()
         for path, mode in zip(options.compare, ("on", "off"), strict=True):
-            costs.append(json.loads(path.read_text()).get(f"cost {mode}", {"error": "it was not measured"}))
+            saved = json.loads(path.read_text())
+            costs.append(saved.get(f"cost {mode}", {"error": "it was not measured"}))
+            profiles |= {name: each for name, each in saved.items() if name.startswith("profile ")}
             if "error" in costs[-1]:
                 sys.exit(f"{path} has no cost with the mode {mode}: {costs[-1]['error']}")
+        compare_profiles(profiles, options.top)
         return int(not compare_cost(*costs))
     if options.worker:
         return work(options)
@@ -471,6 +511,7 @@ def main() -> int:
                 options.save.write_text(json.dumps(results, indent=1))
     if all("error" not in results.get(f"cost {mode}", {"error": ""}) for mode in ("on", "off")):
         compare_cost(results["cost on"], results["cost off"])
+    compare_profiles(results, options.top)
     return code
 
 
@@ -478,9 +519,18 @@ PARTS = {"ops": 120, "cost": 150, "bits": 240, "restart": 60, "off": 120}
 """Part -> its time limit in seconds; of bits and off ``--seconds`` ends them before."""
 WORKERS = {"on": ("on", {"cost", "bits"}), "restart": ("on", {"restart"}), "off": ("off", {"cost", "off"})}
 """Engine -> its mode, and what it is for."""
+PROFILE = 60.0
+"""Seconds of one profiled case."""
 START = 300.0
 """Seconds that an engine may take to start."""
 SIZES = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
+
+
+def sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The engines' sizes: ``SIZES``, but room for the longest prompt of cost."""
+    cases = [case.split("x") for case in f"{options.prefill},{options.profile}".split(",")]
+    longest = max((int(case[1]) // options.scale for case in cases if len(case) == 2), default=0)
+    return {**SIZES, "max_model_len": max(SIZES["max_model_len"], 2 * longest)}
 
 
 def run_worker(name: str, options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> int:
@@ -521,7 +571,9 @@ def work(options: argparse.Namespace) -> int:
     made: list[LLM] = []
     name = f"start {options.worker}"
     choose(options).start()  # until the process ends
-    parts.run(name, lambda: made.append(make_llm(options, invariant=mode == "on", **SIZES)), limit=START)
+    parts.run(
+        name, lambda: made.append(make_llm(options, invariant=mode == "on", **sizes(options))), limit=START
+    )
     if not made:
         return 1
     [llm] = made
@@ -533,9 +585,10 @@ def work(options: argparse.Namespace) -> int:
     elif "cost" in wanted:
         times: dict[str, float] = {}
         parts.run(f"cost {mode}", measure, llm, options, times, limit=PARTS["cost"])
-        if times:
+        if times or f"cost {mode}" not in parts.failed:
             parts.results[f"cost {mode}"] = times  # those that were measured, should one have failed
             parts.save()
+        profile(parts, mode, llm, options)
         llm.reset_prefix_cache()
     if options.worker == "on" and "bits" in wanted:
         found = parts.run(
@@ -575,6 +628,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", default="1x512,1x2048,16x2048", help="rows x tokens of cost")
     parser.add_argument("--prompt", type=int, default=512, help="context of the decoding rows of cost")
     parser.add_argument("--throughput", type=int, default=1, help="workloads of cost: 0 to 2")
+    parser.add_argument(
+        "--profile", default="", help="rows, and rows x tokens, profiled after cost: 64,1x8192"
+    )
+    parser.add_argument("--top", type=int, default=14, help="kernels that a profile names")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths of cost")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
     parser.add_argument("--modes", default="on,off")

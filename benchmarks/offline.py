@@ -8,7 +8,7 @@ step (from when the device could begin it to when its tokens were read), the sha
 padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of four decode steps.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
-    python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,256    # all that one model is asked for
+    python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,1x8192  # all that one model is asked for
     python benchmarks/offline.py --model llama-8b --peer-settings --prefill 16x2048 --throughput
 
 Seconds of 8B on an H200: start 45 with an empty compile cache, 8 with a warm one, then 10 of imports; decode 30 for all
@@ -93,7 +93,8 @@ SAMPLED_SHARE = 0.97
 
 @dataclass(frozen=True)
 class Shape:
-    """What the floors follow from. Of experts: how many there are, how many a token takes, parameters of one."""
+    """What the floors follow from. Of experts: how many there are, how many a token takes, parameters of one.
+    ``ffn``: width of a dense layer's activation."""
 
     matrix_params: int
     head_params: int
@@ -103,6 +104,8 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     expert_params: int = 0
+    hidden: int = 0
+    ffn: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
@@ -113,9 +116,9 @@ class Shape:
         if experts := config.get("num_experts", 0):
             expert = 3 * hidden * config["moe_intermediate_size"]
             dense = layers * (attention + hidden * experts)
-            return cls(dense, head, layers, query, kv, experts, config["num_experts_per_tok"], expert)
+            return cls(dense, head, layers, query, kv, experts, config["num_experts_per_tok"], expert, hidden)
         layer = attention + 3 * hidden * config["intermediate_size"]
-        return cls(layers * layer, head, layers, query, kv)
+        return cls(layers * layer, head, layers, query, kv, hidden=hidden, ffn=config["intermediate_size"])
 
     def decode_floor(self, rows: int, context: float) -> float:
         """Seconds: weights once (of experts those that rows choose, at random), every row's keys and values once, in
@@ -127,12 +130,24 @@ class Shape:
         weights = self.matrix_params + self.head_params + self.layers * touched * self.expert_params
         return 2 * (weights + cache) / BANDWIDTH
 
-    def prefill_floor(self, rows: int, tokens: int) -> float:
-        """Seconds: all products, the causal half of attention, logits of the last token."""
+    def prefill_operations(self, rows: int, tokens: int) -> tuple[float, float]:
+        """Of all products with logits of the last token; of the causal half of attention."""
         params = self.matrix_params + self.layers * self.experts_per_token * self.expert_params
         products = 2 * (params * rows * tokens + self.head_params * rows)
-        attention = 2 * rows * tokens * tokens * self.query_width * self.layers
-        return (products + attention) / MATRIX_RATE
+        return products, 2 * rows * tokens * tokens * self.query_width * self.layers
+
+    def prefill_floor(self, rows: int, tokens: int) -> float:
+        """Seconds: all products, the causal half of attention, logits of the last token."""
+        return sum(self.prefill_operations(rows, tokens)) / MATRIX_RATE
+
+    def moving_floors(self, tokens: int) -> dict[str, float]:
+        """Seconds, by name, of what is no product and no attention, each in a pass of its own that reads and writes
+        everything once in two bytes: norms with their sums, rotating heads, activation, the cache's update."""
+        moved = {
+            "norms": 8 * self.hidden, "heads": 2 * (self.query_width + 2 * self.kv_width), "activation": 3 * self.ffn,
+            "cache": 4 * self.kv_width,
+        }  # fmt: skip
+        return {name: 2 * tokens * self.layers * each / BANDWIDTH for name, each in moved.items()}
 
     def throughput_floor(self, prompts: Sequence[int], outputs: Sequence[int], rows: int) -> float:
         """Seconds: each prompt's prefill, and decode steps of ``rows`` rows that read what they hold on average."""
@@ -216,7 +231,11 @@ class Engine:
         self.params, self.name = SamplingParams, name
         self.llm = LLM(str(model), **shared)
         self.startup = time.perf_counter() - started
-        self.rows = shared.get("max_num_seqs", 256)
+        if name == "jaxserve":
+            scheduler = self.llm._core.scheduler.config
+        else:
+            scheduler = self.llm.llm_engine.vllm_config.scheduler_config
+        self.rows: int = scheduler.max_num_seqs
         """Rows of a step, at most."""
         self.steps = StepLog(self.llm) if steps and name == "jaxserve" else None
 
@@ -358,7 +377,7 @@ def main() -> int:
         "--cache-plan", metavar="TOPOLOGY", help="compare the cache with what jaxserve plan says of this"
     )
     parser.add_argument(
-        "--profile", default="", help="row counts whose decode steps are profiled afterwards: 1,64"
+        "--profile", default="", help="decoding rows, and prompts, profiled afterwards: 1,64,1x512,16x2048"
     )
     parser.add_argument("--top", type=int, default=14, help="kernels that a profile names")
     parser.add_argument("--limit", type=float, default=90, help="seconds of one case")
@@ -430,17 +449,17 @@ def cases(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[tuple[A
         yield f"prefill {case}", benchmark.prefill, rows, max(1, tokens // options.scale)
     for name in THROUGHPUT if options.throughput else ():
         yield name, benchmark.throughput, name
-    for rows in filter(None, options.profile.split(",")):
+    for case in filter(None, options.profile.split(",")):
         import profile_step
 
-        context = PROMPT // options.scale
         yield (
-            f"profile {rows}",
-            profile_step.profile_rows,
+            f"profile {case}",
+            profile_step.profile,
             benchmark.engine.llm,
-            int(rows),
-            context,
+            profile_step.scaled(case, options.scale),
+            PROMPT // options.scale,
             options.top,
+            benchmark.shape,
         )
 
 

@@ -98,10 +98,12 @@ def test_offline(tiny_experts):
     sizes = json.dumps({"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 1024})
     output = run(
         "offline.py", "--model", str(tiny_experts), "--scale", "64", "--decode", "1,4", "--prefill", "1x512",
-        "--throughput", "--steps", "--arguments", sizes,
+        "--throughput", "--steps", "--arguments", sizes, "--profile", "4,2x1024",
     )  # fmt: skip
     cases = [line for line in output.splitlines() if line[:1].isalnum()]
-    assert len(cases) == 1 + 1 + 2 + 1 + 6
+    assert len(cases) == 1 + 1 + 2 + 1 + 6 + 2
+    assert re.search(r"4 rows: wall [1-9]", output)
+    assert re.search(r"2 x 16 tokens, 4 steps: wall [1-9]", output)  # of 8 tokens each
     assert re.search(r"decode +1 .* padding +0.0%", output)
     assert re.search(r"all: [0-9.]+ s in steps, padding [0-9.]+%", output)
 
