@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import itertools
 import signal
@@ -75,7 +76,7 @@ class LLM:
                 f"{error}{_others_hint(sorted(LLM._alive.values()))}", param=error.param
             ) from None
         self._inputs = self._front.input_processor(self._config, self._core.info, self._core.grammars)
-        self._release = weakref.finalize(self, _release, self._core, self._inputs, tracer)
+        self._release = weakref.finalize(self, _release, self._core, self._inputs, tracer, LLM._alive)
         self._release.atexit = False  # the process's end frees everything
         LLM._alive[self] = self._config.model_config.model or "SmolLM2"
         info = self._core.info
@@ -90,6 +91,8 @@ class LLM:
         """Ids of ``enqueue`` that ``wait_for_completion`` has not returned."""
         self._finished: dict[str, RequestOutput | JaxserveError] = {}
         """What came of enqueued requests while others were waited for."""
+        # What lives now lives on; collections that walk it all stop a step for tenths of a second.
+        gc.freeze()
 
     def generate(
         self,
@@ -424,11 +427,15 @@ class LLM:
         return processed
 
 
-def _release(core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | None) -> None:
+def _release(
+    core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | None, alive: Mapping[LLM, str]
+) -> None:
     core.close()
     inputs.close()
     if tracer is not None:
         tracer.close()
+    if not alive:
+        gc.unfreeze()  # what a notebook drops from now on is collected, wherever it came from
 
 
 def _others_hint(models: Sequence[str]) -> str:

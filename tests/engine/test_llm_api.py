@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,13 @@ def test_a_closed_llm_takes_nothing(make):
     ):
         with pytest.raises(EngineDeadError):
             call()
+
+
+def test_collections_leave_out_what_lives_as_long_as_an_llm(make):
+    """They take tenths of a second over all that tracing made; with the last LLM that can be garbage, too."""
+    first, second = make(), make()
+    assert gc.get_freeze_count() > 1000
+    first.close()
+    assert gc.get_freeze_count() > 1000
+    second.close()
+    assert LLM._alive or gc.get_freeze_count() == 0  # other tests' may live
