@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import supported
 from pallas_kernels.dense_matmul.gpu_product import dense_matmul
-from pallas_kernels.dense_matmul.gpu_tuning import Config, chunks_of, invariant_policy, rows_from_table, tuned
+from pallas_kernels.dense_matmul.gpu_tuning import Config, chunks_of, invariant_rows, rows_from_table, tuned
 from pallas_kernels.hopper import multiprocessors
 
 
@@ -56,10 +56,7 @@ class GpuDenseMatmul:
         if (reason := supported(outputs, inner, dtype, gated=gated)) is not None or self.always:
             return reason
         if self.invariant:
-            policy = invariant_policy()
-            if gated and not policy["gated"]:
-                return "gpu_tuning.json leaves silu(gate) * up to XLA, which rounds it otherwise"
-            first, last = 1, policy["residual" if residual else "to"]
+            first, last = 1, invariant_rows(gated=gated, residual=residual)
         else:
             first, last = rows_from_table(outputs, inner, jnp.dtype(dtype).itemsize, gated=gated)
         if num_rows < first or (last is not None and num_rows > last):

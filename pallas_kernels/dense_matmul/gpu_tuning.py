@@ -132,6 +132,6 @@ def rows_from_table(outputs: int, inner: int, item_size: int, *, gated: bool = F
     return 1, 0
 
 
-def invariant_policy() -> dict[str, Any]:
-    """Up to how many rows ``for_all_rows`` multiplies, with a residual and without, and whether it does silu(gate)."""
-    return _tuning()["invariant"]
+def invariant_rows(*, gated: bool = False, residual: bool = False) -> int | None:
+    """The most rows that ``for_all_rows`` multiplies, None being any; 0 leaves all to XLA."""
+    return _tuning()["invariant"]["gated" if gated else "residual" if residual else "to"]

@@ -204,7 +204,7 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
             {"outputs": 128, "inner": 256, "rows": [9, 16]},
             {"rows": [2, 8]},
         ],
-        "invariant": {"to": 64, "residual": 8, "gated": False},
+        "invariant": {"to": 64, "residual": 8, "gated": 0},
         "chunks": [],
         "tables": [{"rows": None, "width": 8}],
     }
@@ -224,8 +224,8 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(invariant, 4096, 64) == [1, 2, 8, 9, 16, 32, 64]
     assert used(invariant, 4096, 64, residual=True) == [1, 2, 8]
     assert used(invariant, 1024, 512, gated=True) == []
-    table["invariant"] = {"to": 64, "residual": None, "gated": True}
-    assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9, 16, 32, 64]
+    table["invariant"] = {"to": 64, "residual": None, "gated": 9}
+    assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9]
     assert used(invariant, 1024, 512, residual=True) == [1, 2, 8, 9, 16, 32, 64, 65]
     monkeypatch.undo()
     assert set(gpu_tuning._tuning()["invariant"]) == {*table["invariant"], "source"}
