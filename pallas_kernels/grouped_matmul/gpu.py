@@ -10,6 +10,11 @@ Central ideas:
   of items; two multiply.
 * Tiles may begin and end with rows of other groups, which are computed and not stored: rows leave shared memory by
   eights where all of them are the group's, one at a time where not.
+* Between one item's products and the next's nothing is computed, so nothing is waited for there that could have been
+  known before: an item's fields are read an item early, and rows that leave singly have memory of their own.
+* A step's loads take longer than its product, most of all the matrices', which come from the device's memory while
+  others of the group's tiles load the same: so there may be one step more of them in flight than of the tokens
+  (``Config.extra``), or they are brought into the L2 before (``Config.ahead``).
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ from pallas_kernels.mosaic_gpu.primitives import copy_layout, store
 ROWS = 64
 """Outputs of one instruction, and the elements of a swizzled line."""
 CONSUMERS = 2
+ENDS = 2
+"""Of a tile, whose rows may leave one by one."""
 SHARED_MEMORY = 232_448
 """Bytes of one CTA."""
 DTYPES = ("bfloat16", "float16")
@@ -54,6 +61,9 @@ class Config:
         blocks: blocks of 64 outputs that one multiplying warpgroup computes of a tile.
         step: contracted elements loaded at a time, 64 or a multiple; 64 where it does not divide them.
         stages: steps in flight, 2 or more.
+        extra: steps of the matrices in flight beyond those, 0 or 1.
+        ahead: steps after those just loaded whose matrices are brought into the L2, over the ends of items, each by
+            one of two tiles that are next to another, and an item's tokens by the first of its tiles; 0 for none.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -61,6 +71,8 @@ class Config:
     blocks: int = 1
     step: int = 64
     stages: int = 4
+    extra: int = 0
+    ahead: int = 0
     consumer_registers: int = 216
     producer_registers: int = 72
 
@@ -75,6 +87,10 @@ class Config:
             raise ValueError(
                 "stages are 2 or more: a step's memory is free once the next one's product has begun"
             )
+        if self.extra not in (0, 1):
+            raise ValueError(f"extra stages are 0 or 1, not {self.extra}")
+        if self.ahead < 0:
+            raise ValueError(f"steps ahead of the stages are 0 or more, not {self.ahead}")
         # A CTA starts with 168 registers a thread, and a warpgroup that asks for more than are free waits for ever.
         if CONSUMERS * self.consumer_registers + self.producer_registers > 168 * (CONSUMERS + 1):
             raise ValueError(f"{self} gives out more registers than a CTA has")
@@ -91,8 +107,9 @@ class Config:
     @property
     def shared_memory(self) -> int:
         """Bytes, about 1 KiB of barriers and alignment included."""
-        loads = self.stages * (self.outputs + self.widths[-1]) * self.step * 2
-        return loads + CONSUMERS * (self.widths[-1] + ALIGNED) * ROWS * 2 + 1024
+        weights = (self.stages + self.extra) * self.outputs * self.step * 2
+        tokens = self.stages * self.widths[-1] * self.step * 2
+        return weights + tokens + CONSUMERS * (self.widths[-1] + ENDS * ALIGNED) * ROWS * 2 + 1024
 
 
 @functools.cache
@@ -182,6 +199,11 @@ class _Case:
         return self.config.stages * self.config.step // self.step
 
     @property
+    def ring(self) -> int:
+        """Steps of the matrices in flight, and barriers."""
+        return self.stages + self.config.extra
+
+    @property
     def consumers(self) -> int:
         """Multiplying warpgroups: a single one where gate and up of 64 outputs are all of a tile."""
         return min(CONSUMERS, CONSUMERS * self.config.blocks // self.halves)
@@ -203,16 +225,17 @@ class _Case:
 def _scratch(case: _Case, dtype: Any) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    step, stages, widest, consumers = case.step, case.stages, case.config.widths[-1], case.consumers
+    step, stages, ring = case.step, case.stages, case.ring
+    widest, consumers = case.config.widths[-1], case.consumers
     products = case.blocks * case.halves
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return dict(
-        weights_s=plgpu.SMEM((stages, consumers, products, ROWS, step), dtype, transforms=tiled),
+        weights_s=plgpu.SMEM((ring, consumers, products, ROWS, step), dtype, transforms=tiled),
         tokens_s=plgpu.SMEM((stages, widest, step), dtype, transforms=tiled),
         out_s=plgpu.SMEM((consumers, widest, ROWS), dtype, transforms=tiled),
-        row_s=plgpu.SMEM((consumers, ALIGNED, ROWS), dtype),
-        full=plgpu.Barrier(num_arrivals=consumers * products + 1, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        row_s=plgpu.SMEM((consumers, ENDS, ALIGNED, ROWS), dtype),
+        full=plgpu.Barrier(num_arrivals=consumers * products + 1, num_barriers=ring),
+        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=ring),
     )
 
 
@@ -224,7 +247,8 @@ def silu(x: jax.Array) -> jax.Array:
 def _kernel_body(case: _Case, dtype: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    config, step_size, stages, consumers = case.config, case.step, case.stages, case.consumers
+    config, step_size, consumers = case.config, case.step, case.consumers
+    stages, ring, extra, ahead = case.stages, case.ring, case.config.extra, case.config.ahead
     products = case.blocks * case.halves
     num_steps = case.inner // step_size
     pieces_at_once = min(4, config.widths[-1] // ALIGNED)
@@ -234,22 +258,29 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
         work = up_to[case.num_groups] * case.output_tiles
         num_own = pl.cdiv(jnp.maximum(work - cta, 0), case.num_ctas)
 
-        def item(i):
-            """The CTA's i-th item: its fields, the first output of its tile, its steps."""
-            index = cta + i * case.num_ctas
-            row = lax.div(index, case.output_tiles)
-            group, first, begin, end, width = (items[row, field] for field in FIELDS)
-            first = pl.multiple_of(first, ALIGNED)
+        def read(i):
+            """The fields of the CTA's i-th item, of some item where there is no such one."""
+            index = jnp.minimum(cta + i * case.num_ctas, jnp.maximum(work - 1, 0))
+            return tuple(items[lax.div(index, case.output_tiles), field] for field in FIELDS)
+
+        def item(i, fields):
+            """The i-th item: its fields, the first output of its tile, its steps."""
+            group, first, begin, end, width = fields
+            tile = lax.rem(cta + i * case.num_ctas, case.output_tiles) * case.tile_outputs
             steps = jnp.where(group < case.num_groups, num_steps, 0)
-            return (
-                group,
-                first,
-                begin,
-                end,
-                width,
-                lax.rem(index, case.output_tiles) * case.tile_outputs,
-                steps,
-            )
+            return group, pl.multiple_of(first, ALIGNED), begin, end, width, tile, steps
+
+        def over_items(action):
+            """``action(i, item, next item, steps before)`` for each of the CTA's; returns all of its steps."""
+
+            def one_item(i, carry):
+                done, fields = carry
+                following = read(i + 1)  # now, so that they are there when it is their turn
+                now = item(i, fields)
+                action(i, now, item(i + 1, following), done)
+                return done + now[-1], following
+
+            return lax.fori_loop(0, num_own, one_item, (jnp.int32(0), read(0)))[0]
 
         def output_blocks(tile, consumer):
             """For each block of 64 outputs: its number in the tile, its first output, whether there is such a one."""
@@ -267,63 +298,98 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
             if consumers == CONSUMERS:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
 
-            def one_item(i, done):
-                group, first, _, _, which, tile, steps = item(i)
+            def blocks_of(group, tile, step, consumers):
+                """Of those consumers: each one's blocks by their numbers, where they are, whether they exist."""
+                inner = inner_of(step)
+                for consumer, half in itertools.product(consumers, range(case.halves)):
+                    matrix = rhs.at[group] if case.halves == 1 else rhs.at[group, half]
+                    for block, output, exists in output_blocks(tile, consumer):
+                        source = matrix.at[pl.ds(output, ROWS), inner]
+                        yield consumer, block * case.halves + half, source, exists
+
+            def inner_of(step):
+                first = step * step_size
+                return pl.ds(first if isinstance(step, int) else pl.multiple_of(first, step_size), step_size)
+
+            def load_weights(group, tile, step, at):
+                slot = lax.rem(at, ring)
+                for consumer, number, source, exists in blocks_of(group, tile, step, range(consumers)):
+                    target = weights_s.at[slot, consumer, number]
+
+                    @pl.when(exists)
+                    def _load(source=source, target=target):
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+
+                    # The arrival that the copy would make.
+                    pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+
+            def prefetch(i, now, following, step):
+                """Into the L2 what is loaded ``ahead`` steps later: half of it, a neighbour with the same group has
+                the other half."""
+                (group, *_, tile, steps), (next_group, *_, next_tile, next_steps) = now, following
+                here = step < steps
+                group, tile = jnp.where(here, group, next_group), jnp.where(here, tile, next_tile)
+                step = jnp.where(here, step, step - steps)
+                is_one = here | ((i + 1 < num_own) & (step < next_steps))
+                row = lax.div(cta + i * case.num_ctas, case.output_tiles)
+                group = jnp.minimum(group, case.num_groups - 1)
+                for _, _, source, exists in blocks_of(group, tile, step, [lax.rem(row, consumers)]):
+                    plgpu.async_prefetch(source, predicate=is_one & exists)
+
+            def load_item(i, now, following, done):
+                group, first, _, _, which, tile, steps = now
 
                 def load(width):
                     def one_step(step, _):
                         at = done + step
-                        slot = lax.rem(at, stages)
-                        pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                        inner = pl.ds(pl.multiple_of(step * step_size, step_size), step_size)
+                        # Free of the step that had the tokens' place, and with it of the extra one's.
+                        pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[lax.rem(at - stages, ring)]))
                         plgpu.copy_gmem_to_smem(
-                            lhs.at[pl.ds(first, width), inner],
-                            tokens_s.at[slot, pl.ds(0, width)],
-                            full.at[slot],
+                            lhs.at[pl.ds(first, width), inner_of(step)],
+                            tokens_s.at[lax.rem(at, stages), pl.ds(0, width)],
+                            full.at[lax.rem(at, ring)],
                         )
-                        for consumer, half in itertools.product(range(consumers), range(case.halves)):
-                            for block, output, exists in output_blocks(tile, consumer):
-                                matrix = rhs.at[group] if case.halves == 1 else rhs.at[group, half]
-                                target = weights_s.at[slot, consumer, block * case.halves + half]
+                        if extra:
+                            pl.when(step + 1 < steps)(lambda: load_weights(group, tile, step + 1, at + 1))
+                        else:
+                            load_weights(group, tile, step, at)
+                        if ahead:
+                            coming = step + extra + ahead
+                            tokens = lhs.at[pl.ds(first, width), inner_of(coming)]
+                            plgpu.async_prefetch(tokens, predicate=(tile == 0) & (coming < steps))
+                            prefetch(i, now, following, coming)
 
-                                @pl.when(exists)
-                                def _load(matrix=matrix, output=output, target=target):
-                                    source = matrix.at[pl.ds(output, ROWS), inner]
-                                    plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-
-                                # The arrival that the copy would make.
-                                pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
-
+                    if extra:  # its place was free when the tokens before were loaded
+                        pl.when(steps > 0)(lambda: load_weights(group, tile, 0, done))
                     lax.fori_loop(0, steps, one_step, None)
 
                 for_width(which, load)
-                return done + steps
 
-            done = lax.fori_loop(0, num_own, one_item, jnp.int32(0))
-            for slot in range(stages):
-                pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+            done = over_items(load_item)
+            for back in range(stages):
+                last = lax.rem(done - 1 - back, ring)
+                pl.when(done > back)(lambda last=last: plgpu.barrier_wait(free.at[last]))
 
         @pl.when(warpgroup < consumers)
         def _consumer():
             if consumers == CONSUMERS:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
 
-            def store_rows(piece, first, output, begin, end):
-                """Write rows begin to end (clamped) of 8, one by one."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            def store_rows(which, piece, first, output, begin, end):
+                """Write rows begin to end (clamped) of 8 at one of the ends, one by one."""
                 rows = pl.ds(pl.multiple_of(piece * ALIGNED, ALIGNED), ALIGNED)
                 value = plgpu.load(out_s.at[warpgroup, rows], layout=copy_layout(ALIGNED, ROWS))
-                store(row_s.at[warpgroup], value)
+                store(row_s.at[warpgroup, which], value)
                 plgpu.commit_smem()
 
                 def one_row(i, _):
                     target = out.at[pl.ds(first + i, 1), pl.ds(output, ROWS)]
-                    plgpu.copy_smem_to_gmem(row_s.at[warpgroup, pl.ds(i, 1)], target)
+                    plgpu.copy_smem_to_gmem(row_s.at[warpgroup, which, pl.ds(i, 1)], target)
 
                 lax.fori_loop(jnp.maximum(begin, 0), jnp.minimum(end, ALIGNED), one_row, None)
 
             def store_tile(result, width, first, output, begin, end):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left, its ends too
                 out_s.at[warpgroup, pl.ds(0, width)].T[...] = result.astype(dtype)
                 plgpu.commit_smem()
 
@@ -354,30 +420,30 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                     some = (begin > row) | (end < row + ALIGNED)
                     again = (i == 1) & (piece == lax.div(begin, ALIGNED))
                     pl.when(some & jnp.logical_not(again) & (end > row))(
-                        lambda: store_rows(piece, first + row, output, begin - row, end - row)
+                        lambda: store_rows(i, piece, first + row, output, begin - row, end - row)
                     )
 
-                lax.fori_loop(0, 2, one_end, None)
+                lax.fori_loop(0, ENDS, one_end, None)
 
-            def one_item(i, done):
-                _, first, begin, end, which, tile, steps = item(i)
+            def multiply_item(_, now, __, done):
+                _, first, begin, end, which, tile, steps = now
 
                 def multiply(width):
                     def sums_of(*sums):
                         def one_step(step, _):
                             at = done + step
-                            slot = lax.rem(at, stages)
+                            slot = lax.rem(at, ring)
                             plgpu.barrier_wait(full.at[slot])
-                            tokens = tokens_s.at[slot, pl.ds(0, width)].T
+                            tokens = tokens_s.at[lax.rem(at, stages), pl.ds(0, width)].T
                             for block, each in enumerate(sums):
                                 plgpu.wgmma(each, weights_s.at[slot, warpgroup, block], tokens)
                             plgpu.wgmma_wait(products)  # the step before is done with its slot
-                            before = lax.rem(at + stages - 1, stages)
+                            before = lax.rem(at + ring - 1, ring)
                             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
 
                         lax.fori_loop(0, steps, one_step, None)
                         plgpu.wgmma_wait(0)
-                        last = lax.rem(done + steps + stages - 1, stages)
+                        last = lax.rem(done + steps + ring - 1, ring)
                         pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
                         return tuple(each[...] for each in sums)
 
@@ -395,9 +461,8 @@ def _kernel_body(case: _Case, dtype: Any) -> Any:
                         )
 
                 for_width(which, multiply)
-                return done + steps
 
-            lax.fori_loop(0, num_own, one_item, jnp.int32(0))
+            over_items(multiply_item)
             plgpu.wait_smem_to_gmem(0)
 
     return grouped_matmul

@@ -22,7 +22,7 @@ CASES = {
     "an odd block of outputs": (
         48,
         192,
-        128,
+        256,
         2,
         [[3, 0, 22, 7], [0, 48, 0, 0], [0, 0, 0, 0], [8, 13, 3, 24]],
     ),
@@ -33,7 +33,8 @@ CASES = {
 def config(blocks: int = 1) -> Any:
     from pallas_kernels.grouped_matmul.gpu import Config
 
-    return Config(widths=(8, 16), blocks=blocks, step=64, stages=2)
+    extra = blocks - 1
+    return Config(widths=(8, 16), blocks=blocks, step=64, stages=2, extra=extra, ahead=2 * extra)
 
 
 @needs_mosaic_gpu
@@ -145,7 +146,8 @@ def test_configurations_that_cannot_run_are_refused() -> None:
     wrong = [
         dict(widths=(8, 12)), dict(widths=(16, 8)), dict(widths=()), dict(widths=(264,)), dict(widths=(8,), step=96),
         dict(widths=(256,), blocks=2), dict(widths=(64,), step=128, stages=8),
-        dict(widths=(8,), consumer_registers=240), dict(widths=(8,), stages=1),
+        dict(widths=(8,), consumer_registers=240), dict(widths=(8,), stages=1), dict(widths=(8,), extra=2),
+        dict(widths=(8,), ahead=-1),
     ]  # fmt: skip
     for each in wrong:
         with pytest.raises(ValueError, match=r"width|step|register|memory|stages"):

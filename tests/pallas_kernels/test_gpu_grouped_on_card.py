@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul.gated import gated
 from pallas_kernels.grouped_matmul.reference import grouped_matmul
 
 
@@ -43,3 +44,17 @@ def test_equals_the_oracle(name, shape, dtype):
         found = np.asarray(multiply(lhs, rhs, group_sizes), np.float32)
         np.testing.assert_array_equal(found[sum(sizes) :], 0)
         assert np.abs(found - expected).max() < 0.03 * inner**0.5
+
+
+def test_gate_and_up_in_one_kernel():
+    from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+
+    num_rows, sizes = SIZES["many"]
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.standard_normal((num_rows, 2048)), "bfloat16")
+    gate_up = jnp.asarray(rng.standard_normal((len(sizes), 2, 768, 2048)) / 32, "bfloat16")
+    operands = lhs, gate_up, jnp.asarray(sizes, jnp.int32)
+    found = np.asarray(jax.jit(GpuGroupedMatmul().gated)(*operands), np.float32)
+    np.testing.assert_array_equal(found[sum(sizes) :], 0)
+    expected = np.asarray(gated(grouped_matmul, *operands), np.float32)
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.03)
