@@ -1,17 +1,26 @@
-"""Getting every program ready before serving: loaded, or lowered in turn and compiled in a pool; counted afterwards."""
+"""Getting every program ready before serving: loaded, or lowered in turn and compiled in a pool; counted afterwards.
+
+Central idea: lowering is Python, hence one thread's work, and with a program for every shape it is what a start waits
+for. So it begins before the weights are loaded, nothing else of Python's runs while it lasts (no garbage collection, no
+storing of what is compiled already, which holds the interpreter for as long as lowering a program takes), and threads
+that compile make way for it.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -20,6 +29,10 @@ from jaxserve.runner.program_store import ProgramStore, prune
 logger = logging.getLogger(__name__)
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+MOST_THREADS = 16
+"""That compile; each has several more at times, and assemblers as processes."""
+NICENESS = 5
+"""Of the threads that compile, beside the one that lowers."""
 
 
 def program_folder(directory: str | None) -> Path | None:
@@ -62,73 +75,190 @@ class CompilationCounter:
         self._counting = True
 
 
+class Compilation:
+    """Programs in the making: one thread loads and lowers them from now on, a pool compiles them once it may.
+
+    Whoever begins one ends it, by ``result`` or by ``cancel``.
+
+    Args:
+        lowerings: key -> a function that lowers its program; those that compile longest first.
+        store: of this engine.
+        progress: called with (programs ready, programs in all).
+        name: what a key is called in the log and by errors.
+    """
+
+    def __init__(
+        self,
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
+        store: ProgramStore,
+        progress: Callable[[int, int], None] | None = None,
+        name: Callable[[Any], object] = lambda key: key,
+    ) -> None:
+        self._lowerings, self._store, self._progress, self._name = lowerings, store, progress, name
+        self._started, self._processor_seconds = time.monotonic(), _processor_seconds()
+        self._lock = threading.Lock()
+        self._ready = self._begun = 0
+        self._may_compile, self._cancelled = threading.Event(), False
+        self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+        self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, initializer=_make_way)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._programs = self._thread.submit(self._make)
+
+    def result(self) -> dict[Any, jax.stages.Compiled]:
+        """Compile, and wait until every program is ready and stored.
+
+        Raises:
+            Exception: of the first program that cannot be made, with its name in a note: so the start fails, no step.
+        """
+        self._may_compile.set()
+        try:
+            programs = self._programs.result()
+        except BaseException:  # Ctrl-C waits for those that compile, not for all
+            self.cancel()
+            raise
+        self._shut_down()
+        return programs
+
+    def cancel(self) -> None:
+        """Make no further program, and wait for those that are being made."""
+        self._cancelled = True
+        self._may_compile.set()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
+
+    def _make(self) -> dict[Any, jax.stages.Compiled]:
+        """All programs; on the thread that lowers."""
+        loaded = dict(zip(self._lowerings, self._pool.map(self._load, self._lowerings), strict=True))
+        programs = {key: program for key, program in loaded.items() if program is not None}
+        making: dict[concurrent.futures.Future[_Made], Any] = {}
+        unstored: set[concurrent.futures.Future[_Made]] = set()
+
+        def keep(done: concurrent.futures.Future[_Made]) -> None:
+            unstored.discard(done)
+            programs[making[done]] = self._save(making[done], done.result())
+
+        lowering = time.thread_time()
+        with _no_garbage_collection():
+            for key in self._lowerings:
+                if key in programs:
+                    continue
+                future = self._pool.submit(self._compile, key, *self._lower(key))
+                making[future] = key
+                unstored.add(future)
+                while len(making) - self._begun > self._num_threads:  # the next one is in no hurry
+                    done = next((each for each in unstored if each.done()), None)
+                    if done is None:
+                        break
+                    keep(done)
+        lowered, lowering = self._now(), time.thread_time() - lowering
+        for done in concurrent.futures.as_completed(list(unstored)):
+            keep(done)
+        logger.debug(
+            "%d programs, %d of them stored, in %.1f s; lowered until %.1f s, for %.1f s of the processor's; "
+            "%.1f s of the processor's in all, on %d threads",
+            len(programs), len(programs) - len(making), self._now(), lowered, lowering,
+            _processor_seconds() - self._processor_seconds, self._num_threads,
+        )  # fmt: skip
+        return {key: programs[key] for key in self._lowerings}
+
+    def _load(self, key: Any) -> jax.stages.Compiled | None:
+        program = self._store.load(key)
+        if program is not None:
+            self._count()
+        return program
+
+    def _lower(self, key: Any) -> tuple[jax.stages.Lowered, tuple[float, float]]:
+        """The program, and when it was begun and done."""
+        if self._cancelled:
+            raise concurrent.futures.CancelledError
+        begun = self._now()
+        with self._naming(key):
+            return self._lowerings[key](), (begun, self._now())
+
+    def _compile(self, key: Any, lowered: jax.stages.Lowered, when_lowered: tuple[float, float]) -> _Made:
+        self._may_compile.wait()
+        if self._cancelled:
+            raise concurrent.futures.CancelledError
+        with self._lock:
+            self._begun += 1
+        begun = self._now()
+        with self._naming(key):
+            program = lowered.compile()
+        made = _Made(program, when_lowered, (begun, self._now()))
+        self._count()
+        return made
+
+    def _save(self, key: Any, made: _Made) -> jax.stages.Compiled:
+        begun = self._now()
+        self._store.save(key, made.program)
+        stages = (made.lowered, made.compiled, (begun, self._now()))
+        logger.debug(
+            "lowered %6.2f + %5.2f s, compiled %6.2f + %5.2f s, stored %6.2f + %5.2f s: %s",
+            *(value for begin, end in stages for value in (begin, end - begin)), self._name(key),
+        )  # fmt: skip
+        return made.program
+
+    def _count(self) -> None:
+        with self._lock:
+            self._ready += 1
+            if self._progress is not None:
+                self._progress(self._ready, len(self._lowerings))
+
+    @contextlib.contextmanager
+    def _naming(self, key: Any) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"This program cannot be made: {self._name(key)}")
+            raise
+
+    def _now(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._started
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A compiled program, and when its stages were begun and done."""
+
+    program: jax.stages.Compiled
+    lowered: tuple[float, float]
+    compiled: tuple[float, float]
+
+
 def compile_all(
     lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
     store: ProgramStore,
     progress: Callable[[int, int], None] | None = None,
     name: Callable[[Any], object] = lambda key: key,
 ) -> dict[Any, jax.stages.Compiled]:
-    """Load what is stored; lower the rest on this thread (tracing is Python) while a pool compiles it, and store it.
+    """A ``Compilation`` from beginning to end."""
+    return Compilation(lowerings, store, progress, name).result()
 
-    Args:
-        lowerings: key -> a function that lowers its program.
-        store: of this engine.
-        progress: called with (programs ready, programs in all).
-        name: what a key is called in the log and by errors.
 
-    Raises:
-        Exception: of the first program that cannot be made, with its name in a note: so the start fails, no step.
-    """
-    total, done, lock = len(lowerings), 0, threading.Lock()
+def _make_way() -> None:
+    """Let other threads go first where there are too few processors. What this one starts does so as well."""
+    if sys.platform == "linux":  # elsewhere niceness is the process's
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
-    @contextlib.contextmanager
-    def naming(key: Any) -> Generator[None, None, None]:
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"This program cannot be made: {name(key)}")
-            raise
 
-    def ready(program: jax.stages.Compiled) -> jax.stages.Compiled:
-        nonlocal done
-        with lock:
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        return program
+def _processor_seconds() -> float:
+    """Of this process and of its children that have ended: assemblers are such."""
+    return sum(os.times()[:4])
 
-    def load(key: Any) -> jax.stages.Compiled | None:
-        program = store.load(key)
-        return program if program is None else ready(program)
 
-    def compile_one(key: Any, lowered: jax.stages.Lowered, lowered_in: float) -> jax.stages.Compiled:
-        began = time.monotonic()
-        with naming(key):
-            program = lowered.compile()
-        compiled = time.monotonic()
-        store.save(key, program)
-        logger.debug(
-            "%5.2f s to lower, %6.2f s to compile, %5.2f s to store, done at %6.2f s: %s",
-            lowered_in, compiled - began, time.monotonic() - compiled, time.monotonic() - started, name(key),
-        )  # fmt: skip
-        return ready(program)
-
-    def lower_one(key: Any) -> tuple[jax.stages.Lowered, float]:
-        began = time.monotonic()
-        with naming(key):
-            return lowerings[key](), time.monotonic() - began
-
-    started = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        try:
-            programs = dict(zip(lowerings, pool.map(load, lowerings), strict=True))
-            missing = [key for key, program in programs.items() if program is None]
-            futures = {key: pool.submit(compile_one, key, *lower_one(key)) for key in missing}
-            programs |= {key: future.result() for key, future in futures.items()}
-        except BaseException:  # Ctrl-C waits for those that compile, not for all
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    logger.debug(
-        "%d programs, %d of them stored, in %.1f s", total, total - len(missing), time.monotonic() - started
-    )
-    return cast("dict[Any, jax.stages.Compiled]", programs)
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A traced model is so many objects that looking through them takes a tenth of the time that making them does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -7,7 +7,7 @@ import functools
 import logging
 import operator
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -42,6 +42,7 @@ from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
     FEWEST_LOGITS,
     LIBRARY_PRODUCTS,
+    UNTUNED,
     HeadVariant,
     ProgramShapes,
     ProgramStyle,
@@ -55,7 +56,7 @@ from jaxserve.runner.state_updates import StateUpdates
 from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.runner.token_masks import changed_masks
-from jaxserve.runner.weight_traffic import weight_bytes_read
+from jaxserve.runner.weight_traffic import weight_bytes, weight_bytes_read
 from jaxserve.sampling.metadata import Feature
 from jaxserve.sampling.state import state_bytes
 from jaxserve.step import BurstLimits, RunnerInfo, SchedulerOutput
@@ -82,6 +83,38 @@ LOGIT_COPIES = 4
 LOGPROBS = int(Feature.LOGPROBS)
 WEIGHT_FORMATS = {"hf": "safetensors"}
 """``ModelFiles.format`` in the words of ``load_format``, where they differ."""
+
+
+BESIDE_WEIGHTS = 16 << 20
+"""Bytes for what an allocator adds to arrays and loading leaves behind."""
+LOST_TO_ESTIMATE = 0.05
+"""Of a cache's blocks, how many may be missing because the weights' size was estimated: ``COARSE_BLOCKS`` of a large
+one, a few of a small one."""
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Of a cache that is not there yet.
+
+    Args:
+        num_blocks: blocks of a rank, the dummy included.
+        max_model_len: tokens of the longest request.
+        temporaries: bytes that programs may need beside their arguments; 0 where it does not matter.
+        trial: in whose store it is noted if they need more; None where it does not matter.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    temporaries: int
+    trial: StepPrograms | None
+
+
+@dataclass(frozen=True)
+class EarlyPrograms:
+    """Programs that are lowered while the weights are loaded, for a cache of the size that those will leave."""
+
+    size: CacheSize
+    programs: StepPrograms
 
 
 def platform_name() -> str:
@@ -116,6 +149,7 @@ class JaxModelRunner:
         self.why_no_kernels: str | None = None
         self.startup_seconds: dict[str, float] = {}
         self._workspaces: Workspaces | None = None
+        self._early: EarlyPrograms | None = None
 
     # --- start ----------------------------------------------------------------------------------------------
 
@@ -134,8 +168,15 @@ class JaxModelRunner:
             weights=config.model_config.load_format != "dummy",
         )
         self._choose_model({**self.files.config, **config.model_config.hf_overrides})
-        self._load_weights(self.files)
-        self._size_and_compile()
+        self._make_builder()
+        self._early = self._lower_early()
+        try:
+            self._load_weights(self.files)
+            self._size_and_compile()
+        finally:
+            if self._early is not None:
+                self._early.programs.abandon()
+            self._early = None
         self._warm_up()
         self.counter.start()
         return self.info
@@ -385,31 +426,70 @@ class JaxModelRunner:
     def _experts_per_token(self) -> int:
         return int(self._hf_config.get("num_experts_per_tok") or 1)
 
-    def _size_and_compile(self) -> None:
-        """Choose the cache's size and compile for it.
+    def _lower_early(self) -> EarlyPrograms | None:
+        """Begin to lower the programs, which no weights are needed for but to know how large the cache will be.
 
-        The cache's size is part of the programs, and their temporaries limit the cache: so these are estimated, or
-        measured with a cache as large as if programs needed nothing.
+        None where only the weights, or a compilation, tell. Nothing is compiled before they are loaded: compilers try
+        things out on the device, and between the weights that would leave holes.
         """
-        started = time.monotonic()
-        self._make_builder()
         cache = self.config.cache_config
-        num_blocks, temporaries, trial = self._num_blocks(0), 0, None
+        given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None
+        if jax.process_count() > 1 or not (given or self._style.fixed_addresses):
+            return None
+        coming = weight_bytes(self.model, self.placement.mesh) + BESIDE_WEIGHTS
+        try:
+            size = self._cache_size(coming)
+        except OutOfMemoryError:  # said once it is certain
+            return None
+        programs = self._programs(size.num_blocks)
+        programs.lower(self._tell_progress)
+        return EarlyPrograms(size, programs)
+
+    def _cache_size(self, coming: int = 0) -> CacheSize:
+        """The cache's size is part of the programs, and their temporaries limit the cache: so these are estimated, or
+        measured with a cache as large as if programs needed nothing.
+
+        Args:
+            coming: bytes of weights that are not loaded yet.
+        """
+        cache = self.config.cache_config
+        num_blocks, temporaries, trial = self._num_blocks(0, coming), 0, None
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             trial = self._programs(num_blocks)
             temporaries = trial.temporaries(self._estimated_temporaries())
-            num_blocks = self._num_blocks(temporaries)
-        self._compile(num_blocks)
-        if trial is not None and self._style.fixed_addresses:
-            needed = self.programs.lacking(temporaries)
+            num_blocks = self._num_blocks(temporaries, coming)
+        return CacheSize(num_blocks, self.max_model_len, temporaries, trial)
+
+    def _size_and_compile(self) -> None:
+        """Choose the cache's size, now that the weights are there, and compile for it."""
+        started = time.monotonic()
+        size, programs = self._early_or_now()
+        self.max_model_len = size.max_model_len
+        self._compile(size.num_blocks, programs)
+        if size.trial is not None and self._style.fixed_addresses:
+            needed = self.programs.lacking(size.temporaries)
             if needed is not None:
                 logger.warning(
-                    "Programs need %d MiB more than was estimated.", (needed - temporaries) / (1 << 20)
+                    "Programs need %d MiB more than was estimated.", (needed - size.temporaries) / (1 << 20)
                 )
-                trial.store.note(trial.key(trial.largest), needed)
+                size.trial.store.note(size.trial.key(size.trial.largest), needed)
                 if (num_blocks := self._num_blocks(needed)) != self.num_blocks:
-                    self._compile(num_blocks)
+                    self._compile(num_blocks, self._programs(num_blocks))
         self._note("compilation", started)
+
+    def _early_or_now(self) -> tuple[CacheSize, StepPrograms]:
+        """The size of the programs that are being lowered, if it is as good as what is now known; or else that."""
+        early = self._early
+        if early is not None:
+            measured = self._num_blocks(early.size.temporaries)
+            if 0 <= measured - early.size.num_blocks <= measured * LOST_TO_ESTIMATE:
+                return early.size, early.programs
+            early.programs.abandon()
+            logger.info(
+                "Weights leave room for %d blocks, not for %d: programs are made anew.", measured, early.size.num_blocks
+            )  # fmt: skip
+        size = self._cache_size()
+        return size, self._programs(size.num_blocks)
 
     def _estimated_temporaries(self) -> int | None:
         """Bytes; None where they are measured."""
@@ -421,26 +501,28 @@ class JaxModelRunner:
             sampler_temporaries(self.model, bucket.num_rows, LOGIT_COPIES, mesh),
         )
 
-    def _compile(self, num_blocks: int) -> None:
+    def _compile(self, num_blocks: int, programs: StepPrograms) -> None:
         """Get every program ready, for a cache of this size."""
-        self.programs = self._programs(num_blocks)
+        self.programs = programs
         self.num_blocks = num_blocks
-        total = [0]
-
-        def progress(done: int, programs: int) -> None:
-            total[0] = programs
-            if done == programs or done % 4 == 0:
-                logger.info("Compiled %d of %d programs", done, programs)
-
-        self.programs.compile(progress)
-        if self.programs.store.hits:
+        programs.compile(self._tell_progress)
+        self.num_programs = len(programs.compiled)
+        if programs.store.hits:
             logger.info(
-                "%d of %d programs were stored by an earlier start", self.programs.store.hits, total[0]
+                "%d of %d programs were stored by an earlier start", programs.store.hits, self.num_programs
             )
-        self.num_programs = total[0]
 
-    def _num_blocks(self, temporaries: int) -> int:
-        """Blocks for the given program temporaries; also settles ``max_model_len``."""
+    @staticmethod
+    def _tell_progress(done: int, total: int) -> None:
+        if done == total or done % 4 == 0:
+            logger.info("Compiled %d of %d programs", done, total)
+
+    def _num_blocks(self, temporaries: int, coming: int = 0) -> int:
+        """Blocks for the given program temporaries; also settles ``max_model_len``.
+
+        Args:
+            coming: bytes of weights that are not loaded yet.
+        """
         cache = self.config.cache_config
         asked, longest = self.config.model_config.max_model_len, self.model.max_position_embeddings
         wanted = None if asked == "auto" else (asked or longest)
@@ -451,7 +533,7 @@ class JaxModelRunner:
                 largest = self.builder.table.buckets[-1]
                 kept = largest.num_tokens + largest.num_rows
                 state += kept * self.model.hidden_size * self.model.dtype.itemsize
-            budget = replace(budget, in_use=budget.in_use + state)
+            budget = replace(budget, in_use=budget.in_use + coming + state)
         block_bytes = bytes_per_block(self.specs, self.block_size, self.backend)
         # Devices of other hosts may have less memory.
         num_blocks = smallest(choose_num_blocks(cache, budget, block_bytes, self.block_size, wanted))
@@ -507,7 +589,7 @@ class JaxModelRunner:
             )
         return StepPrograms(
             self.model, self.builder, shapes, variants, self._program_store(), self.placement,
-            LIBRARY_PRODUCTS if self.platform == "gpu" else (), bursts,
+            *((LIBRARY_PRODUCTS, UNTUNED) if self.platform == "gpu" else ((), ())), bursts,
         )  # fmt: skip
 
     def _program_store(self) -> ProgramStore:

@@ -15,7 +15,7 @@ from jaxserve.models import Model
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.burst_program import BURST_SAMPLERS, run_burst
-from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.compilation import Compilation
 from jaxserve.runner.invariance import CompilerOptions
 from jaxserve.runner.placement import BY_RANK, REPLICATED, Placement, cache_spec
 from jaxserve.runner.program_store import ProgramStore
@@ -182,6 +182,11 @@ LARGE_PRODUCTS = 256
 LIBRARY_PRODUCTS: CompilerOptions = (("xla_gpu_enable_triton_gemm", False),)
 """For large products on a GPU. XLA would compile dozens of its own for each, time them beside cuBLAS' and find none
 that is faster. So are those of the logits, for any number of rows but one."""
+UNTUNED: CompilerOptions = (("xla_gpu_autotune_level", 0),)
+"""For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to find
+the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway."""
+SPARED_ROWS = 16
+"""Rows for which the head of twice as many samples as fast as one of their own would."""
 FEWEST_LOGITS = 8
 """Rows of the smallest head. A library multiplies one row no faster, and XLA without its own products would turn the
 whole weight into float32 for it."""
@@ -222,13 +227,17 @@ def head_variants(variants: Sequence[StepVariant]) -> list[HeadVariant]:
     """The second halves that steps between fixed addresses need, the largest first.
 
     They follow a step's rows, not its tokens: a long prompt alone needs the logits of one row. The whole sampler takes
-    longer to compile than many layers, and so has powers of two (and the largest) alone. None has fewer rows than
-    ``FEWEST_LOGITS``.
+    longer to compile than many layers, and so has powers of two (and the largest) alone, without ``SPARED_ROWS``. None
+    has fewer rows than ``FEWEST_LOGITS``.
     """
     fixed = [variant.bucket.num_rows for variant in variants if variant.fixed]
     decoding = {variant.bucket.num_rows for variant in variants if variant.fixed and variant.decode_only}
     rows = sorted({max(num_rows, FEWEST_LOGITS) for num_rows in (*decoding, *fixed[:1])}, reverse=True)
-    coarse = [num_rows for num_rows in rows if num_rows == rows[0] or num_rows & (num_rows - 1) == 0]
+    coarse = [
+        num_rows
+        for num_rows in rows
+        if num_rows == rows[0] or (num_rows & (num_rows - 1) == 0 and num_rows != SPARED_ROWS)
+    ]
     return [
         HeadVariant(num_rows, features)
         for features in SAMPLERS
@@ -251,6 +260,7 @@ class StepPrograms:
 
     Args:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
+        untuned_options: further ones, for programs whose speed matters less than that of compiling them.
         bursts: further programs, of several decode steps.
 
     Attributes:
@@ -270,6 +280,7 @@ class StepPrograms:
         store: ProgramStore,
         placement: Placement = ONE_DEVICE,
         large_options: CompilerOptions = (),
+        untuned_options: CompilerOptions = (),
         bursts: Sequence[BurstVariant] = (),
     ) -> None:
         self.bursts = bursts
@@ -277,13 +288,14 @@ class StepPrograms:
         self.model, self.builder, self.shapes = model, builder, shapes
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
-        self._large_options = large_options
+        self._large_options, self._untuned_options = large_options, untuned_options
         self._params = model.abstract_params(placement.mesh)
         self._param_specs = model.partition_specs()
         self._head_params = model.head_params() if self.heads else ()
         self._state_specs = shapes.state_specs()
         self.state = placement.abstract(shapes.local_state(), self._state_specs)
         self.compiled: dict[Any, Any] = {}
+        self._making: Compilation | None = None
         self._options: dict[tuple[Bucket, int, bool], tuple[StepVariant, list[HeadVariant]]] = {}
         """What ``choose`` chooses from: it follows from the table alone."""
 
@@ -338,15 +350,17 @@ class StepPrograms:
             features=variant.features,
         )  # fmt: skip
         specs = self._state_specs
-        program = self._placement(LARGE_PRODUCTS).jit(
+        program = self._placement(LARGE_PRODUCTS, tuned=variant.features != ALL_FEATURES).jit(
             head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
             donate=(1,),
         )  # fmt: skip
         return program.lower(self.head_params(self._params), self.state.sampler, self.state.buffers)
 
-    def _placement(self, num_rows: int) -> Placement:
-        """For a program whose products have so many rows."""
+    def _placement(self, num_rows: int, *, tuned: bool = True) -> Placement:
+        """For a program whose products have so many rows, and whose kernels shall be the fastest."""
         options = self._large_options if num_rows >= LARGE_PRODUCTS else ()
+        if not tuned:
+            options = (*options, *self._untuned_options)
         return replace(self.placement, compiler_options=(*self.placement.compiler_options, *options))
 
     def head_params(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -431,7 +445,7 @@ class StepPrograms:
 
     def _lower_score(self) -> jax.stages.Lowered:
         score = partial(score_prompt, model=self.model, max_logprobs=self.shapes.max_logprobs)
-        program = self._placement(LARGE_PRODUCTS).jit(
+        program = self._placement(LARGE_PRODUCTS, tuned=False).jit(
             score, (self._param_specs, BY_RANK, BY_RANK), REPLICATED
         )
         return program.lower(self._params, self._hidden(SCORE_CHUNK), self._by_rank((SCORE_CHUNK,)))
@@ -522,25 +536,44 @@ class StepPrograms:
         step_input = self.compiled["put_step_input", size](state.buffers.step_input, buffer)
         return program(params, replace(state, buffers=replace(state.buffers, step_input=step_input)))
 
+    def lower(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Begin to load what is stored and to lower the rest, on threads; ``compile`` or ``abandon`` ends it."""
+        lowerings = {self.key(key): lower for key, lower in self._lowerings().items()}
+        self._making = Compilation(lowerings, self.store, progress, lambda key: key[0])
+
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile everything in the table."""
+        """Compile everything in the table.
+
+        Args:
+            progress: called with (programs ready, programs in all), if ``lower`` was not told of one before.
+        """
+        if self._making is None:
+            self.lower(progress)
+        assert self._making is not None
+        compiled = self._making.result()
+        self._making = None
+        self.compiled = {key[0]: program for key, program in compiled.items()}
+
+    def abandon(self) -> None:
+        """End what ``lower`` began."""
+        if self._making is not None:
+            self._making.cancel()
+            self._making = None
+
+    def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        """What lowers each program. Those that compile longest come first."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
         for variant in self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
-        for head in self.heads:
-            lowerings[head] = partial(self.lower_head, head)
         for burst in self.bursts:
             lowerings[burst] = partial(self.lower_burst, burst)
+        for head in self.heads:
+            lowerings[head] = partial(self.lower_head, head)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)
         lowerings["score"] = self._lower_score
-        lowerings |= self._lower_state_programs()
-        keys = {key: self.key(key) for key in lowerings}
-        compiled = compile_all(
-            {keys[key]: lower for key, lower in lowerings.items()}, self.store, progress, lambda key: key[0]
-        )
-        self.compiled = {key: compiled[stored] for key, stored in keys.items()}
+        return lowerings | self._lower_state_programs()
 
 
 def _temporaries(program: jax.stages.Compiled) -> int:

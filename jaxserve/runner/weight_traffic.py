@@ -1,4 +1,4 @@
-"""weight_bytes_read: what a step reads of the weights, which is what bounds a step of few tokens."""
+"""What weights take of a device's memory, and what a step reads of them, which is what bounds a step of few tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from jax.sharding import Mesh
 from jaxserve.models import Model
 from jaxserve.runner.temporaries import device_shape
 from sharding import ParamSpec
+
+
+def weight_bytes(model: Model, mesh: Mesh | None) -> int:
+    """Bytes that all weights take on one device.
+
+    Args:
+        model: what is served.
+        mesh: None for one device.
+    """
+    return sum(
+        math.prod(device_shape(model, spec, mesh)) * spec.dtype.itemsize for spec in model.specs.values()
+    )
 
 
 def weight_bytes_read(model: Model, mesh: Mesh | None, num_tokens: int, experts_per_token: int) -> float:
