@@ -183,8 +183,9 @@ LIBRARY_PRODUCTS: CompilerOptions = (("xla_gpu_enable_triton_gemm", False),)
 """For large products on a GPU. XLA would compile dozens of its own for each, time them beside cuBLAS' and find none
 that is faster. So are those of the logits, for any number of rows but one."""
 UNTUNED: CompilerOptions = (("xla_gpu_autotune_level", 0),)
-"""For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to find
-the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway."""
+"""For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to
+find the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway.
+"""
 SPARED_ROWS = 16
 """Rows for which the head of twice as many samples as fast as one of their own would."""
 FEWEST_LOGITS = 8
