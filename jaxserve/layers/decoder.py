@@ -210,15 +210,16 @@ class Decoder(nnx.Module):
         """``__call__``, and of each layer with experts int32 [E]: the tokens that each of them got, of this rank's."""
         rope = RopeAngles.at(positions, *self.config.rope.frequencies(self.config.rotated_size))
         hidden, eps = self.embedding(token_ids), self.config.rms_norm_eps
-        normal = self.context.normal(hidden, self.attention_norm.of(0), eps, token_ids.shape[0])
+        norms = self._norms(token_ids.shape[0])
+        normal = self.context.normal(hidden, norms[0][0], eps, token_ids.shape[0])
         plans = self._plans(token_ids.shape[0], metadata, kv_caches)
         new_caches: list[KVCache] = []
         loads: list[jax.Array] = []
         for i, layer in enumerate(self.layers):
-            norms = self._norms_in(i, token_ids.shape[0])
+            weights = self._norms_in(i, token_ids.shape[0], *norms)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            arguments = hidden, normal, norms, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
+            arguments = hidden, normal, weights, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
             hidden, normal, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
@@ -226,14 +227,23 @@ class Decoder(nnx.Module):
         normal, _ = jax.lax.optimization_barrier((normal, hidden))
         return normal, new_caches, loads
 
+    def _norms(self, num_tokens: int) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Weights [M] of every layer's norms before its attention and before its feed-forward."""
+        both = self.attention_norm, self.mlp_norm
+        adds = self.context.adds_and_norms(num_tokens, self.config.hidden_size)
+        if self.context.add_norm is not None and not adds:  # a GPU
+            return both[0].apart(), both[1].apart()
+        layers = range(len(self.layers))
+        return [both[0].of(i) for i in layers], [both[1].of(i) for i in layers]
+
     def _norms_in(
-        self, layer: int, num_tokens: int
+        self, layer: int, num_tokens: int, attention_norms: list[jax.Array], mlp_norms: list[jax.Array]
     ) -> tuple[jax.Array | StackedWeight, jax.Array | StackedWeight]:
         """Weights of the norms before a layer's feed-forward and after the layer."""
         last = layer + 1 == len(self.layers)
-        after = self.final_norm[...] if last else self.attention_norm.of(layer + 1)
+        after = self.final_norm[...] if last else attention_norms[layer + 1]
         if not self.context.adds_and_norms(num_tokens, self.config.hidden_size):
-            return self.mlp_norm.of(layer), after
+            return mlp_norms[layer], after
         between = self.mlp_norm.stacked(layer)
         if self.context.tensor_parallel_size == 1 and self.config.experts_of(layer) is not None:
             return between, after  # experts' results are the first of 8 rows: XLA cuts them out as it norms
