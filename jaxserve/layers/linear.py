@@ -32,17 +32,16 @@ def contract(
 
 def linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, weight_first: bool = False,
-    kernel: DenseMatmul | None = None, ahead: Ahead | None = None, joins: bool = False,
+    kernel: DenseMatmul | None = None, ahead: Ahead | None = None,
 ) -> jax.Array:  # fmt: skip
-    """``contract`` plus a bias [N], rounded to x's type once. ``ahead`` is the product that comes next, for the kernel;
-    ``joins`` says that a residual is added to the result and nothing else done with it.
+    """``contract`` plus a bias [N], rounded to x's type once. ``ahead`` is the product that comes next, for the kernel.
 
     Without a bias the product itself returns x's type: the devices accumulate in float32 all the same, and
     a float32 result that is rounded afterwards costs an H200 8 % of a step (it is written out), and tensor
     parallelism twice the traffic.
     """
     if bias is None:
-        return _product(x, weight, x.dtype, weight_first, kernel, ahead, joins)
+        return _product(x, weight, x.dtype, weight_first, kernel, ahead)
     y = _product(x, weight, jnp.float32, weight_first, kernel, ahead)
     return (y + bias.astype(jnp.float32)).astype(x.dtype)
 
@@ -66,7 +65,7 @@ def onto_stream(
     if bias is None and (
         context.tensor_parallel_size > 1 or kernel is None or not _computes(kernel, x, weight, residual=True)
     ):
-        y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead, joins=True)
+        y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return context.add_and_norm(y, stream)
     hidden = split_linear(x, weight, bias, context, stream.hidden, ahead)
     return hidden, context.normal(hidden, stream.vector, stream.eps, x.shape[0])
@@ -91,10 +90,7 @@ def split_linear(
         fused = bias is None and residual is not None and kernel is not None
         if fused and _computes(kernel, x, weight, residual=True):
             return kernel(x, weight, residual=residual, ahead=ahead)
-        joins = residual is not None
-        y = linear(
-            x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead, joins=joins
-        )
+        y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
         return y if residual is None else residual + y
     y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
     if bias is None:
@@ -113,7 +109,7 @@ def _computes(
 
 def _product(
     x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool, kernel: DenseMatmul | None,
-    ahead: Ahead | None = None, joins: bool = False,
+    ahead: Ahead | None = None,
 ) -> jax.Array:  # fmt: skip
     """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise."""
     if kernel is not None and _computes(kernel, x, weight):
@@ -123,7 +119,7 @@ def _product(
         y = jnp.einsum("nm,tm->nt", weight, x, precision=precision, preferred_element_type=result)
         return jax.lax.optimization_barrier(y).T  # else XLA swaps the operands back
     y = jnp.einsum("tm,nm->tn", x, weight, precision=precision, preferred_element_type=result)
-    if kernel is not None and kernel.invariant and not joins:
-        # Else something that follows becomes a part of the product, before that is rounded: of a kernel's it does not.
+    if kernel is not None and kernel.invariant:
+        # Else what follows, a bias say, may become a part of the product, or not, as the number of rows has it.
         return jax.lax.optimization_barrier(y)
-    return y  # cuBLAS adds a residual to the sums, as the kernel does
+    return y

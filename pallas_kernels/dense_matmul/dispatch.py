@@ -57,7 +57,7 @@ class DenseMatmul(Protocol):
         """The same with one order of sums for all numbers of rows, though XLA be faster for some.
 
         What it leaves to XLA all the same, XLA adds up in that order if its choice of algorithms is pinned; and rounds
-        as this does if of what follows a residual alone becomes a part of the product.
+        as this does if nothing that follows becomes a part of the product, unless it is a residual.
         """
         ...
 

@@ -228,4 +228,7 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(invariant, 1024, 512, gated=True) == [1, 2, 8, 9]
     assert used(invariant, 1024, 512, residual=True) == [1, 2, 8, 9, 16, 32, 64, 65]
     monkeypatch.undo()
-    assert set(gpu_tuning._tuning()["invariant"]) == {*table["invariant"], "source"}
+    policy = gpu_tuning._tuning()["invariant"]
+    assert set(policy) == {*table["invariant"], "source"}
+    # Else the kernel rounds a product to which something else then adds the residual.
+    assert policy["residual"] is None or policy["residual"] >= policy["to"]
