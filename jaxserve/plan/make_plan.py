@@ -269,8 +269,11 @@ def _with_layers(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def estimate_temporaries(runner: PlannedRunner) -> int:
-    """Bytes of the largest program's temporaries by rule of thumb: a layer's widest intermediate values beside the
-    residual stream, and the sampler's copies of the logits."""
+    """Bytes of the largest program's temporaries by rule of thumb: the engine's own, where it sizes its cache by one
+    (on GPUs), else a layer's widest intermediate values beside the residual stream, and the sampler's copies of the
+    logits."""
+    if (own := runner.estimated_temporaries()) is not None:
+        return own
     bucket = runner.builder.table.buckets[-1]
     per_token = int(runner.hf_config.get("num_experts_per_tok") or 1)
     layers = forward_temporaries(runner.model, bucket.num_tokens, per_token, runner.mesh)

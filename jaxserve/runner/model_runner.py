@@ -456,7 +456,7 @@ class JaxModelRunner:
         num_blocks, temporaries, trial = self._num_blocks(0, coming), 0, None
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             trial = self._programs(num_blocks)
-            temporaries = trial.temporaries(self._estimated_temporaries())
+            temporaries = trial.temporaries(self.estimated_temporaries())
             num_blocks = self._num_blocks(temporaries, coming)
         return CacheSize(num_blocks, self.max_model_len, temporaries, trial)
 
@@ -491,8 +491,8 @@ class JaxModelRunner:
         size = self._cache_size()
         return size, self._programs(size.num_blocks)
 
-    def _estimated_temporaries(self) -> int | None:
-        """Bytes; None where they are measured."""
+    def estimated_temporaries(self) -> int | None:
+        """Bytes by which the cache is sized before programs are compiled; None where they are measured."""
         if not self._style.fixed_addresses:
             return None
         bucket, mesh = self.builder.table.buckets[-1], self.placement.mesh
