@@ -118,12 +118,13 @@ def _tuning() -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def tuned(num_rows: int, num_groups: int) -> Config:
-    """The table's configuration for so many rows of so many groups."""
+def tuned(num_rows: int, num_groups: int, *, gated: bool = False) -> Config:
+    """The table's configuration for so many rows of so many groups, ``gated`` that of a gate's and as many others."""
     for entry in _tuning()["tables"]:
         most = entry["rows_per_group"]
-        if most is None or num_rows <= most * num_groups:
-            fields = {key: value for key, value in entry.items() if key not in ("rows_per_group", "source")}
+        if entry.get("gated", gated) == gated and (most is None or num_rows <= most * num_groups):
+            rest = ("rows_per_group", "gated", "source")
+            fields = {key: value for key, value in entry.items() if key not in rest}
             return Config(**{**fields, "widths": tuple(fields["widths"])})
     raise ValueError(
         "gpu_tuning.json has no entry for any number of rows: its last one's rows_per_group is null"
@@ -524,7 +525,7 @@ class GpuGroupedMatmul:
         if (reason := self.why_not(outputs, inner, lhs.dtype)) is not None:
             raise ValueError(reason)
         num_sms = multiprocessors(self.num_sms)
-        config = self.config or tuned(num_rows, num_groups)
+        config = self.config or tuned(num_rows, num_groups, gated=rhs.ndim == 4)
         return _jitted(lhs, rhs, group_sizes, config, num_sms, self.interpret)
 
 

@@ -142,7 +142,8 @@ def test_configurations_that_cannot_run_are_refused() -> None:
     from pallas_kernels.grouped_matmul.gpu import CONSUMERS, Config, _tuning, supported, tuned
 
     for entry in _tuning()["tables"]:
-        assert tuned((entry["rows_per_group"] or 1000) * 8, 8).widths == tuple(entry["widths"])
+        found = tuned((entry["rows_per_group"] or 1000) * 8, 8, gated=entry.get("gated", False))
+        assert found.widths == tuple(entry["widths"])
     wrong = [
         dict(widths=(8, 12)), dict(widths=(16, 8)), dict(widths=()), dict(widths=(264,)), dict(widths=(8,), step=96),
         dict(widths=(256,), blocks=2), dict(widths=(64,), step=128, stages=8),
