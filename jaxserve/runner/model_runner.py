@@ -41,6 +41,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
     FEWEST_LOGITS,
+    LAUNCHED,
     LIBRARY_PRODUCTS,
     UNTUNED,
     HeadVariant,
@@ -589,7 +590,7 @@ class JaxModelRunner:
             )
         return StepPrograms(
             self.model, self.builder, shapes, variants, self._program_store(), self.placement,
-            *((LIBRARY_PRODUCTS, UNTUNED) if self.platform == "gpu" else ((), ())), bursts,
+            *((LIBRARY_PRODUCTS, UNTUNED, LAUNCHED) if self.platform == "gpu" else ((), (), ())), bursts,
         )  # fmt: skip
 
     def _program_store(self) -> ProgramStore:
