@@ -326,7 +326,8 @@ class PlatformDefaults:
 
 
 LARGE_GPU_BYTES, LARGE_GPU_SEQS = 70 << 30, 1024
-"""GPUs with room for the caches of so many requests, and what more rows need of sampling state and logits (1 GB)."""
+"""GPUs with room for the caches of so many requests, and for what more rows need of sampling state and logits: 1 to
+4 GiB, as the vocabulary has it."""
 PLATFORM_DEFAULTS = {
     "cpu": PlatformDefaults(32, 64, 512, 1 << 30),
     "gpu": PlatformDefaults(64, 256, 8192, None),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import itertools
 import signal
@@ -21,6 +20,7 @@ from jaxserve.engine.beam_search import BeamSearch, next_logprobs, step_params
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import create_core
 from jaxserve.engine.front import Front, check_fits, check_priority, read_chat_template
+from jaxserve.engine.garbage import no_full_collections
 from jaxserve.engine.input_processor import InputProcessor, ProcessedRequest
 from jaxserve.engine.interactive import drop_failed_calls, drop_replaced
 from jaxserve.engine.output_processor import OutputProcessor, ProcessedOutputs
@@ -76,7 +76,7 @@ class LLM:
                 f"{error}{_others_hint(sorted(LLM._alive.values()))}", param=error.param
             ) from None
         self._inputs = self._front.input_processor(self._config, self._core.info, self._core.grammars)
-        self._release = weakref.finalize(self, _release, self._core, self._inputs, tracer, LLM._alive)
+        self._release = weakref.finalize(self, _release, self._core, self._inputs, tracer)
         self._release.atexit = False  # the process's end frees everything
         LLM._alive[self] = self._config.model_config.model or "SmolLM2"
         info = self._core.info
@@ -91,8 +91,6 @@ class LLM:
         """Ids of ``enqueue`` that ``wait_for_completion`` has not returned."""
         self._finished: dict[str, RequestOutput | JaxserveError] = {}
         """What came of enqueued requests while others were waited for."""
-        # What lives now lives on; collections that walk it all stop a step for tenths of a second.
-        gc.freeze()
 
     def generate(
         self,
@@ -396,7 +394,8 @@ class LLM:
         """
         finished: dict[str, RequestOutput] = {}
         missing = set(request_ids)
-        with tqdm(total=len(missing), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        bar = tqdm(total=len(missing), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True)
+        with bar, no_full_collections():
             while missing:
                 check_interrupt()
                 processed = self._step()
@@ -427,15 +426,11 @@ class LLM:
         return processed
 
 
-def _release(
-    core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | None, alive: Mapping[LLM, str]
-) -> None:
+def _release(core: EngineCore, inputs: InputProcessor, tracer: RequestTracer | None) -> None:
     core.close()
     inputs.close()
     if tracer is not None:
         tracer.close()
-    if not alive:
-        gc.unfreeze()  # what a notebook drops from now on is collected, wherever it came from
 
 
 def _others_hint(models: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.runner.program_store import ProgramStore, prune
+from jaxserve.runner.program_store import SETTINGS, ProgramStore, prune
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,13 @@ class Compilation:
         self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, initializer=_make_way)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._programs = self._thread.submit(self._make)
+        settings = {name: getattr(jax.config, name) for name in SETTINGS}
+        try:
+            self._programs = self._thread.submit(self._make, settings)
+        except BaseException:  # Ctrl-C: nobody could end what has begun
+            self._cancelled = True
+            self._may_compile.set()
+            raise
 
     def result(self) -> dict[Any, jax.stages.Compiled]:
         """Compile, and wait until every program is ready and stored.
@@ -129,8 +135,14 @@ class Compilation:
         self._thread.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
-    def _make(self) -> dict[Any, jax.stages.Compiled]:
-        """All programs; on the thread that lowers."""
+    def _make(self, settings: dict[str, Any]) -> dict[Any, jax.stages.Compiled]:
+        """All programs; on the thread that lowers, with JAX's settings of the one that asked for them."""
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                stack.enter_context(getattr(jax, name.removeprefix("jax_"))(value))
+            return self._make_all()
+
+    def _make_all(self) -> dict[Any, jax.stages.Compiled]:
         loaded = dict(zip(self._lowerings, self._pool.map(self._load, self._lowerings), strict=True))
         programs = {key: program for key, program in loaded.items() if program is not None}
         making: dict[concurrent.futures.Future[_Made], Any] = {}
@@ -165,6 +177,8 @@ class Compilation:
         return {key: programs[key] for key in self._lowerings}
 
     def _load(self, key: Any) -> jax.stages.Compiled | None:
+        if self._cancelled:
+            return None
         program = self._store.load(key)
         if program is not None:
             self._count()

@@ -150,6 +150,6 @@ def choose_num_blocks(
     raise OutOfMemoryError(
         f"The KV cache gets {have / MIB:,.1f} MiB from {source}, but one request of "
         f"{(needed - 1) * block_size:,} tokens needs {want / MIB:,.1f} MiB: {(want - have) / MIB:,.1f} MiB are missing."
-        f"{used} {advice} lower --max-num-batched-tokens, or raise {source}.",
+        f"{used} {advice} lower --max-num-batched-tokens or --max-num-seqs, or raise {source}.",
         param=source,
     )

@@ -124,8 +124,8 @@ def platform_name() -> str:
 
 
 def device_memory() -> int | None:
-    """Bytes of one of this process's devices, None if it does not tell."""
-    return memory_of(jax.local_devices()[0])
+    """Bytes of one of this process's devices, None if it does not tell; of several processes the least."""
+    return smallest(memory_of(jax.local_devices()[0]) or 0) or None
 
 
 def cache_type(name: str) -> Any:
@@ -170,8 +170,8 @@ class JaxModelRunner:
         )
         self._choose_model({**self.files.config, **config.model_config.hf_overrides})
         self._make_builder()
-        self._early = self._lower_early()
         try:
+            self._lower_early()
             self._load_weights(self.files)
             self._size_and_compile()
         finally:
@@ -427,24 +427,23 @@ class JaxModelRunner:
     def _experts_per_token(self) -> int:
         return int(self._hf_config.get("num_experts_per_tok") or 1)
 
-    def _lower_early(self) -> EarlyPrograms | None:
+    def _lower_early(self) -> None:
         """Begin to lower the programs, which no weights are needed for but to know how large the cache will be.
 
-        None where only the weights, or a compilation, tell. Nothing is compiled before they are loaded: compilers try
+        Not where only the weights, or a compilation, tell. Nothing is compiled before they are loaded: compilers try
         things out on the device, and between the weights that would leave holes.
         """
         cache = self.config.cache_config
         given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None
         if jax.process_count() > 1 or not (given or self._style.fixed_addresses):
-            return None
+            return
         coming = weight_bytes(self.model, self.placement.mesh) + BESIDE_WEIGHTS
         try:
             size = self._cache_size(coming)
         except OutOfMemoryError:  # said once it is certain
-            return None
-        programs = self._programs(size.num_blocks)
-        programs.lower(self._tell_progress)
-        return EarlyPrograms(size, programs)
+            return
+        self._early = EarlyPrograms(size, self._programs(size.num_blocks))
+        self._early.programs.lower(self._tell_progress)
 
     def _cache_size(self, coming: int = 0) -> CacheSize:
         """The cache's size is part of the programs, and their temporaries limit the cache: so these are estimated, or
@@ -474,8 +473,10 @@ class JaxModelRunner:
                     "Programs need %d MiB more than was estimated.", (needed - size.temporaries) / (1 << 20)
                 )
                 size.trial.store.note(size.trial.key(size.trial.largest), needed)
-                if (num_blocks := self._num_blocks(needed)) != self.num_blocks:
+                if (num_blocks := self._num_blocks(needed)) < self.num_blocks:
                     self._compile(num_blocks, self._programs(num_blocks))
+                else:  # fewer were made room for than there is
+                    self.max_model_len = size.max_model_len
         self._note("compilation", started)
 
     def _early_or_now(self) -> tuple[CacheSize, StepPrograms]:

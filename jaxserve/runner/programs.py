@@ -562,10 +562,14 @@ class StepPrograms:
         Args:
             progress: called with (programs ready, programs in all), if ``lower`` was not told of one before.
         """
-        if self._making is None:
-            self.lower(progress)
-        assert self._making is not None
-        compiled = self._making.result()
+        try:
+            if self._making is None:
+                self.lower(progress)
+            assert self._making is not None
+            compiled = self._making.result()
+        except BaseException:
+            self.abandon()
+            raise
         self._making = None
         self.compiled = {key[0]: program for key, program in compiled.items()}
 

@@ -7,6 +7,7 @@ import gc
 import threading
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxserve.errors import OutOfMemoryError
@@ -136,8 +137,28 @@ def test_what_only_weights_tell_is_left_until_they_are_loaded(monkeypatch):
             cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_cache_memory_bytes=None)
         ),
         _style=SimpleNamespace(fixed_addresses=False), model=None, placement=SimpleNamespace(mesh=None),
-        _cache_size=too_small,
+        _cache_size=lambda _: 1 / 0, _early=None, _tell_progress=None,
     )  # fmt: skip
-    assert JaxModelRunner._lower_early(runner) is None
-    runner._style.fixed_addresses = True
-    assert JaxModelRunner._lower_early(runner) is None
+    JaxModelRunner._lower_early(runner)  # asks for no size
+    runner._style.fixed_addresses, runner._cache_size = True, too_small
+    JaxModelRunner._lower_early(runner)
+    assert runner._early is None
+    lowered: list[object] = []
+    runner._cache_size = lambda _: CacheSize(1000, 64, 5, None)
+    runner._programs = lambda blocks: SimpleNamespace(lower=lowered.append, blocks=blocks)
+    JaxModelRunner._lower_early(runner)
+    assert (runner._early.programs.blocks, lowered) == (1000, [None])
+
+
+def test_settings_of_the_one_who_asked_hold_where_programs_are_lowered():
+    """JAX keeps them by thread, and stored programs are found by them."""
+    seen: list[object] = []
+
+    def lower() -> SimpleNamespace:
+        seen.append(jax.config.jax_default_matmul_precision)
+        return SimpleNamespace(compile=lambda: "A")
+
+    with jax.default_matmul_precision("highest"):
+        making = Compilation({"a": lower}, Recorder())
+    assert making.result() == {"a": "A"}
+    assert seen == ["highest"]
