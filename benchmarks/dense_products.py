@@ -149,21 +149,18 @@ def ours(tools: Tools, kind: str, config: dict[str, int] | None) -> Callable[...
 
     config = dict(config or {})
     chunks = config.pop("chunks", None)
-    multiply = GpuDenseMatmul(always=True, chunks=chunks, config=Config(**config) if config else None)
-    out_dtype = tools.jnp.float32 if kind == "float32" else None
-
-    def call(x: Any, weight: Any, residual: Any) -> Any:
-        residual = residual if kind == "residual" else None
-        return multiply(x, weight, residual=residual, gated=kind == "gated", out_dtype=out_dtype)
-
-    return call
+    kernel = GpuDenseMatmul(always=True, chunks=chunks, config=Config(**config) if config else None)
+    return by_kernel(tools, kind, kernel)
 
 
 def one_chunk(tools: Tools, kind: str) -> Callable[..., Any]:
     """Ours of a batch-invariant engine."""
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
-    kernel = GpuDenseMatmul(always=True, invariant=True)
+    return by_kernel(tools, kind, GpuDenseMatmul(always=True, invariant=True))
+
+
+def by_kernel(tools: Tools, kind: str, kernel: Any) -> Callable[..., Any]:
     out_dtype = tools.jnp.float32 if kind == "float32" else None
 
     def call(x: Any, weight: Any, residual: Any) -> Any:
@@ -416,12 +413,12 @@ def compare_bits(tools: Tools, kind: str, shape: tuple[int, int]) -> dict[str, A
     all_rows = [rows for rows in BITS_ROWS if outputs < 65536 or rows <= 256]
     weight = tools.random(outputs, inner) * inner**-0.5
     x, residual = tools.random(all_rows[-1], inner), tools.random(all_rows[-1], outputs)
-    by_kernel = one_chunk(tools, kind)
+    by_ours = one_chunk(tools, kind)
 
     def one(case: tuple[int, str]) -> Any:
         rows, way = case
         call, options = (
-            (by_kernel, {}) if way == "ours" else (xla(tools, kind, alone=True), dict(PINNED_PRODUCTS))
+            (by_ours, {}) if way == "ours" else (xla(tools, kind, alone=True), dict(PINNED_PRODUCTS))
         )
         arguments = x[:rows], weight, residual[:rows]
         return tools.jax.jit(call).lower(*arguments).compile(options), arguments

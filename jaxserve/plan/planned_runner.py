@@ -6,7 +6,6 @@ which devices there are, what attention they offer, and how much memory is in us
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -22,6 +21,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import StepPrograms
 from jaxserve.runner.temporaries import device_shape
+from jaxserve.runner.weight_traffic import weight_bytes
 from pallas_kernels.all_reduce.dispatch import AllReduce, hopper_all_reduce
 from pallas_kernels.dense_matmul.dispatch import DenseMatmul
 from pallas_kernels.dispatch import AttentionBackend, AttentionSizes, BlockedBackend
@@ -136,11 +136,7 @@ class PlannedRunner(JaxModelRunner):
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters on one device."""
-        return sum(self.device_bytes(spec) for spec in self.model.specs.values())
-
-    def device_bytes(self, spec: ParamSpec) -> int:
-        """Bytes of a parameter on one device."""
-        return math.prod(self.device_shape(spec)) * spec.dtype.itemsize
+        return weight_bytes(self.model, self.mesh)
 
     def device_shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """A parameter's shape on one device."""

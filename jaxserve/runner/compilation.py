@@ -243,16 +243,6 @@ class _Made:
     compiled: tuple[float, float]
 
 
-def compile_all(
-    lowerings: dict[Any, Callable[[], jax.stages.Lowered]],
-    store: ProgramStore,
-    progress: Callable[[int, int], None] | None = None,
-    name: Callable[[Any], object] = lambda key: key,
-) -> dict[Any, jax.stages.Compiled]:
-    """A ``Compilation`` from beginning to end."""
-    return Compilation(lowerings, store, progress, name).result()
-
-
 def _make_way() -> None:
     """Let other threads go first where there are too few processors. What this one starts does so as well."""
     if sys.platform == "linux":  # elsewhere niceness is the process's

@@ -189,9 +189,9 @@ find the fastest, in programs that few requests ask for. Logits take cuBLAS' fir
 LAUNCHED_TOKENS = 512
 """Of a step with prompts, from which on ``LAUNCHED`` holds."""
 LAUNCHED: CompilerOptions = (("xla_gpu_graph_min_graph_size", 1 << 30),)
-"""No CUDA graph on a GPU: its kernels are long enough for the next ones to be launched meanwhile, and before a graph
-begins it is written anew, as a step's temporaries lie elsewhere than last time. A prompt of 8,192 tokens took 8B on an
-H200 210 ms kernel by kernel, under the profiler, and 217 as a graph.
+"""No CUDA graph on a GPU: its kernels are long enough for the next ones to be launched meanwhile, and a graph has to be
+written anew before it begins where a step's temporaries lie elsewhere than last time. A prompt of 8,192 tokens took 8B
+on an H200 217 ms as a graph, and 210 under the profiler, where XLA makes none.
 """
 SPARED_ROWS = 16
 """Rows for which the head of twice as many samples as fast as one of their own would."""

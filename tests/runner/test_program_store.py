@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.runner.compilation import compile_all
+from jaxserve.runner.compilation import Compilation
 from jaxserve.runner.model_runner import JaxModelRunner
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore, prune
 
 pytestmark = pytest.mark.device
+
+
+def compile_all(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return Compilation(*args, **kwargs).result()
 
 
 def lowering(counter: list[int]):
