@@ -90,7 +90,7 @@ class TracedSteps:
         import jax
 
         if self._seen >= SKIPPED and not self._tracing and not self.dispatches:
-            jax.profiler.start_trace(self._folder)
+            jax.profiler.start_trace(self._folder, profiler_options=quiet())
             self._tracing = True
         if self.steps >= TRACED and self._tracing:
             self.stop()
@@ -123,6 +123,17 @@ class TimedDispatches:
 
     def restore(self) -> None:
         self._runner.execute = self._execute
+
+
+def quiet() -> Any:
+    """A trace of no Python function, which would slow the host, and without the programs: those of a large model are
+    more than a trace may hold."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    return options
 
 
 def device_events(folder: str) -> list[Event]:
@@ -252,13 +263,11 @@ def profile_prompts(llm: Any, rows: int, tokens: int, top: int, shape: Shape | N
 
     run()  # a warm one
     untraced = [run() for _ in range(RUNS)]
-    quiet = jax.profiler.ProfileOptions()
-    quiet.python_tracer_level = 0  # it would slow the host
     with tempfile.TemporaryDirectory() as folder:
         dispatches = TimedDispatches(llm._core.runner)
         walls: list[float] = []
         try:
-            with jax.profiler.trace(folder, profiler_options=quiet):
+            with jax.profiler.trace(folder, profiler_options=quiet()):
                 for _ in range(RUNS):
                     time.sleep(PAUSE)
                     walls.append(run())
