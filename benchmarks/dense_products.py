@@ -113,7 +113,7 @@ class Tools(Protocol):
 
 XLAS = ("xla", "pinned")
 """Paths of XLA: its timed choice, and as a batch-invariant engine has it."""
-INVARIANT_ROWS = (192, 256, 1024, 8192)
+INVARIANT_ROWS = (128, 192, 256, 512, 8192)
 
 Timed = Callable[[Callable[[], Any], int, str], tuple[float, float]]
 """(run, products in it, name of the kernel or "") to us of a product's kernels, and of all that belongs to it."""

@@ -14,7 +14,7 @@ padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of f
 Seconds of 8B on an H200: start 45 with an empty compile cache, 8 with a warm one, then 10 of imports; decode 30 for all
 row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5. 0.6B: a third
 of that and 45 to start; 30B-A3B: as 8B, and 85 to start. A case that fails or takes longer than ``--limit`` costs only
-itself. ``--xla-products``, ``--split-heads`` and ``--launched`` change programs: give each its own JAXSERVE_CACHE_DIR.
+itself. ``--xla-products`` and ``--split-heads`` change what programs hold: give each its own JAXSERVE_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -394,9 +394,6 @@ def main() -> int:
         "--split-heads", type=int, help="most tokens for which one kernel norms, rotates and parts heads"
     )
     parser.add_argument(
-        "--launched", type=int, help="tokens of a step with prompts from which on it is no CUDA graph"
-    )
-    parser.add_argument(
         "--scale", type=int, default=1, help="divide all lengths and counts (to try it on a CPU)"
     )
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of further LLM arguments")
@@ -414,10 +411,6 @@ def main() -> int:
         from pallas_kernels.split_heads import gpu
 
         gpu.MOST_TOKENS = options.split_heads
-    if options.launched is not None:
-        from jaxserve.runner import programs
-
-        programs.LAUNCHED_TOKENS = options.launched
     if options.all:
         options.decode, options.prefill = EVERYTHING["decode"], EVERYTHING["prefill"]
         options.throughput = True

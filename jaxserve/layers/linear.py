@@ -32,16 +32,17 @@ def contract(
 
 def linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, weight_first: bool = False,
-    kernel: DenseMatmul | None = None, ahead: Ahead | None = None,
+    kernel: DenseMatmul | None = None, ahead: Ahead | None = None, joins: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """``contract`` plus a bias [N], rounded to x's type once. ``ahead`` is the product that comes next, for the kernel.
+    """``contract`` plus a bias [N], rounded to x's type once. ``ahead`` is the product that comes next, for the kernel;
+    ``joins`` says that a residual is added to the result and nothing else done with it.
 
     Without a bias the product itself returns x's type: the devices accumulate in float32 all the same, and
     a float32 result that is rounded afterwards costs an H200 8 % of a step (it is written out), and tensor
     parallelism twice the traffic.
     """
     if bias is None:
-        return _product(x, weight, x.dtype, weight_first, kernel, ahead)
+        return _product(x, weight, x.dtype, weight_first, kernel, ahead, joins)
     y = _product(x, weight, jnp.float32, weight_first, kernel, ahead)
     return (y + bias.astype(jnp.float32)).astype(x.dtype)
 
@@ -65,7 +66,7 @@ def onto_stream(
     if bias is None and (
         context.tensor_parallel_size > 1 or kernel is None or not _computes(kernel, x, weight, residual=True)
     ):
-        y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
+        y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead, joins=True)
         return context.add_and_norm(y, stream)
     hidden = split_linear(x, weight, bias, context, stream.hidden, ahead)
     return hidden, context.normal(hidden, stream.vector, stream.eps, x.shape[0])
@@ -90,7 +91,10 @@ def split_linear(
         fused = bias is None and residual is not None and kernel is not None
         if fused and _computes(kernel, x, weight, residual=True):
             return kernel(x, weight, residual=residual, ahead=ahead)
-        y = linear(x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
+        joins = residual is not None
+        y = linear(
+            x, weight, bias, weight_first=context.weight_first, kernel=kernel, ahead=ahead, joins=joins
+        )
         return y if residual is None else residual + y
     y = linear(x, weight, weight_first=context.weight_first, kernel=kernel, ahead=ahead)
     if bias is None:
@@ -109,17 +113,22 @@ def _computes(
 
 def _product(
     x: jax.Array, weight: jax.Array, result: DTypeLike, weight_first: bool, kernel: DenseMatmul | None,
-    ahead: Ahead | None = None,
+    ahead: Ahead | None = None, joins: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise."""
-    if kernel is not None and _computes(kernel, x, weight):
+    """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise.
+
+    Of a batch-invariant engine, what a residual joins is rounded once, with it: by the kernel that adds it too, or by
+    XLA, which has cuBLAS do so. A kernel's product alone is rounded before.
+    """
+    invariant = kernel is not None and kernel.invariant
+    if kernel is not None and not (invariant and joins) and _computes(kernel, x, weight):
         return kernel(x, weight, out_dtype=jnp.dtype(result), ahead=ahead)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     if weight_first and 1 < x.shape[0] <= WEIGHT_FIRST_TOKENS:
         y = jnp.einsum("nm,tm->nt", weight, x, precision=precision, preferred_element_type=result)
         return jax.lax.optimization_barrier(y).T  # else XLA swaps the operands back
     y = jnp.einsum("tm,nm->tn", x, weight, precision=precision, preferred_element_type=result)
-    if kernel is not None and kernel.invariant:
+    if invariant and not joins:
         # Else what follows, a bias say, may become a part of the product, or not, as the number of rows has it.
         return jax.lax.optimization_barrier(y)
     return y

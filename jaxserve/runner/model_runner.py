@@ -41,7 +41,6 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
     FEWEST_LOGITS,
-    LAUNCHED,
     LIBRARY_PRODUCTS,
     UNTUNED,
     HeadVariant,
@@ -591,7 +590,7 @@ class JaxModelRunner:
             )
         return StepPrograms(
             self.model, self.builder, shapes, variants, self._program_store(), self.placement,
-            *((LIBRARY_PRODUCTS, UNTUNED, LAUNCHED) if self.platform == "gpu" else ((), (), ())), bursts,
+            *((LIBRARY_PRODUCTS, UNTUNED) if self.platform == "gpu" else ((), ())), bursts,
         )  # fmt: skip
 
     def _program_store(self) -> ProgramStore:
@@ -609,19 +608,20 @@ class JaxModelRunner:
         ))  # fmt: skip
 
     def _warm_up(self) -> None:
-        """Allocate the state and run every program once on padding, with the arguments of serving."""
+        """Allocate the state and run every program on padding, with the arguments of serving."""
         started = time.monotonic()
         compiled, ranks = self.programs.compiled, self.placement.num_ranks
         self._updates = StateUpdates(self.placement, compiled, self.max_num_seqs, self.model.vocab_size)
         self._scorer = PromptScorer(self.placement, compiled, self.params)
         self.state = self.placement.zeros(self.programs.state)
         heads, smallest_step = self.programs.heads or [None], self.programs.variants[-1]
-        for variant, head in zip_longest(self.programs.variants, heads, fillvalue=None):
-            hidden = self._warm_up_step(variant or smallest_step, head or heads[-1])
-            scored = self._scorer.warm_up(hidden)
-        for burst in self.programs.bursts:
-            buffer = self.placement.put_all([self.builder.padding(burst.bucket, burst=True)])
-            _, self.state = self.programs.run_burst(burst, self.params, self.state, buffer)
+        for _ in range(self._style.warm_up_runs):
+            for variant, head in zip_longest(self.programs.variants, heads, fillvalue=None):
+                hidden = self._warm_up_step(variant or smallest_step, head or heads[-1])
+                scored = self._scorer.warm_up(hidden)
+            for burst in self.programs.bursts:
+                buffer = self.placement.put_all([self.builder.padding(burst.bucket, burst=True)])
+                _, self.state = self.programs.run_burst(burst, self.params, self.state, buffer)
         self.state = self._updates.warm_up(self.state)
         jax.block_until_ready((scored, self.state))
         self._empty_batches()

@@ -186,13 +186,6 @@ UNTUNED: CompilerOptions = (("xla_gpu_autotune_level", 0),)
 """For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to
 find the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway.
 """
-LAUNCHED_TOKENS = 512
-"""Of a step with prompts, from which on ``LAUNCHED`` holds."""
-LAUNCHED: CompilerOptions = (("xla_gpu_graph_min_graph_size", 1 << 30),)
-"""No CUDA graph on a GPU: its kernels are long enough for the next ones to be launched meanwhile, and a graph has to be
-written anew before it begins where a step's temporaries lie elsewhere than last time. A prompt of 8,192 tokens took 8B
-on an H200 217 ms as a graph, and 210 under the profiler, where XLA makes none.
-"""
 SPARED_ROWS = 16
 """Rows for which the head of twice as many samples as fast as one of their own would."""
 FEWEST_LOGITS = 8
@@ -212,6 +205,12 @@ class ProgramStyle:
 
     decode_programs: bool
     fixed_addresses: bool
+
+    @property
+    def warm_up_runs(self) -> int:
+        """Runs of a program after which it does nothing for the first time. XLA makes the CUDA graph of a program in
+        its second run (15 ms of 400 kernels)."""
+        return 2 if self.fixed_addresses else 1
 
     @classmethod
     def of(cls, platform: str) -> ProgramStyle:
@@ -269,7 +268,6 @@ class StepPrograms:
     Args:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
         untuned_options: further ones, for programs whose speed matters less than that of compiling them.
-        launched_options: further ones, for steps with prompts of ``LAUNCHED_TOKENS`` tokens or more.
         bursts: further programs, of several decode steps.
 
     Attributes:
@@ -290,7 +288,6 @@ class StepPrograms:
         placement: Placement = ONE_DEVICE,
         large_options: CompilerOptions = (),
         untuned_options: CompilerOptions = (),
-        launched_options: CompilerOptions = (),
         bursts: Sequence[BurstVariant] = (),
     ) -> None:
         self.bursts = bursts
@@ -299,7 +296,6 @@ class StepPrograms:
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
         self._large_options, self._untuned_options = large_options, untuned_options
-        self._launched_options = launched_options
         self._params = model.abstract_params(placement.mesh)
         self._param_specs = model.partition_specs()
         self._head_params = model.head_params() if self.heads else ()
@@ -325,9 +321,7 @@ class StepPrograms:
         specs, state = self._state_specs, self.state
         if variant.fixed:
             changed = (specs.kv_caches, specs.block_tables, specs.buffers)
-            num_tokens = variant.bucket.num_tokens
-            launched = not variant.decode_only and num_tokens >= LAUNCHED_TOKENS
-            program = self._placement(num_tokens, launched=launched).jit(
+            program = self._placement(variant.bucket.num_tokens).jit(
                 partial(run_forward, **options), (self._param_specs, *changed, specs.sampler.last_token_ids), changed,
                 donate=(1, 2, 3),
             )  # fmt: skip
@@ -369,11 +363,9 @@ class StepPrograms:
         )  # fmt: skip
         return program.lower(self.head_params(self._params), self.state.sampler, self.state.buffers)
 
-    def _placement(self, num_rows: int, *, tuned: bool = True, launched: bool = False) -> Placement:
-        """For a program whose products have so many rows, whose kernels shall be the fastest, or are launched alone."""
+    def _placement(self, num_rows: int, *, tuned: bool = True) -> Placement:
+        """For a program whose products have so many rows, and whose kernels shall be the fastest."""
         options = self._large_options if num_rows >= LARGE_PRODUCTS else ()
-        if launched:
-            options = (*options, *self._launched_options)
         if not tuned:
             options = (*options, *self._untuned_options)
         return replace(self.placement, compiler_options=(*self.placement.compiler_options, *options))
