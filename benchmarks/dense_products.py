@@ -393,8 +393,10 @@ def bits(tools: Tools, emit: Callable[..., None]) -> None:
 
     Of each number of rows all rows are compared; and the first 8 rows with those of 8 rows, of either.
     """
-    shapes = {f"8b {name}": shape for name, shape in SHAPES["8b"].items()}
-    shapes |= {f"135m {name}": shape for name, shape in SMALL.items()}
+    models = SHAPES | {"135m": SMALL}
+    shapes = {
+        f"{model} {name}": shape for model, by_name in models.items() for name, shape in by_name.items()
+    }
     products = [(name, KINDS[name.split()[1]], shape) for name, shape in shapes.items()]
     products += [(f"{name} alone", "plain", shapes[name]) for name in shapes if name.endswith("gate_up")]
     shard, shards = map(int, os.environ.get("KERNELS_SHARD", "0/1").split("/"))

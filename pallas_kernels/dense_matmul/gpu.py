@@ -55,11 +55,12 @@ class GpuDenseMatmul:
         """See ``DenseMatmul``; the tuning table decides."""
         if (reason := supported(outputs, inner, dtype, gated=gated)) is not None or self.always:
             return reason
+        shape = outputs, inner, jnp.dtype(dtype).itemsize
         if self.invariant:
-            first, last = 1, invariant_rows(gated=gated, residual=residual)
+            first, last = 1, invariant_rows(*shape, gated=gated, residual=residual)
         else:
-            first, last = rows_from_table(outputs, inner, jnp.dtype(dtype).itemsize, gated=gated)
-        if num_rows < first or (last is not None and num_rows > last):
+            first, last = rows_from_table(*shape, gated=gated)
+        if not first <= num_rows <= last:
             return f"gpu_tuning.json leaves {num_rows} rows by {outputs} x {inner} to XLA"
         return None
 

@@ -122,16 +122,24 @@ def chunks_of(outputs: int, inner: int) -> int:
 
 def rows_from_table(outputs: int, inner: int, item_size: int, *, gated: bool = False) -> tuple[int, int]:
     """From how many to how many rows the table has this kernel multiply by an [outputs, inner] weight."""
-    case = dict(outputs=outputs, inner=inner, gated=gated)
+    first, last = _first_of("used", outputs, inner, item_size, gated=gated) or (1, 0)
+    return first, last
+
+
+def invariant_rows(
+    outputs: int, inner: int, item_size: int, *, gated: bool = False, residual: bool = False
+) -> int:
+    """The most rows that ``for_all_rows`` multiplies by an [outputs, inner] weight; 0 leaves all to XLA."""
+    rows = _first_of("invariant", outputs, inner, item_size, gated=gated, residual=residual)
+    return 0 if rows is None else rows
+
+
+def _first_of(name: str, outputs: int, inner: int, item_size: int, **kind: bool) -> Any:
+    """``rows`` of the first entry of a list that is for this product, None if none is."""
+    case = dict(outputs=outputs, inner=inner, **kind)
     mib = outputs * inner * item_size / 2**20
-    for entry in _tuning()["used"]:
+    for entry in _tuning()[name]:
         large = mib >= entry.get("mib_from", 0) and outputs >= entry.get("outputs_from", 0)
         if large and all(entry.get(key, value) == value for key, value in case.items()):
-            first, last = entry["rows"]
-            return first, last
-    return 1, 0
-
-
-def invariant_rows(*, gated: bool = False, residual: bool = False) -> int | None:
-    """The most rows that ``for_all_rows`` multiplies, None being any; 0 leaves all to XLA."""
-    return _tuning()["invariant"]["gated" if gated else "residual" if residual else "to"]
+            return entry["rows"]
+    return None
