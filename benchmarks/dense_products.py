@@ -1,9 +1,9 @@
-"""The sections ``dense``, ``dense_sweep`` and ``dense_bits`` of kernels.py: dense products of two models' layers.
+"""The sections ``dense``, ``dense_sweep`` and ``dense_bits`` of kernels.py: dense products of three models' layers.
 
-The models are Llama 8B and Qwen3 0.6B.
+The models are Llama 8B, Qwen3 0.6B and Qwen3 30B-A3B.
 
 Every product is what the layer needs: gate and up with silu(gate) * up, out and down with the residual added, logits
-in float32. Beside ours the same with XLA's product (as it chooses by default), all its kernels counted. The layers of
+in float32. Beside ours the same with XLA's product (as the engine lets it choose), all its kernels counted. The layers of
 a program have weights of their own, which together exceed the L2. Rates count weights, rows and results once.
 
 A record of section ``invariance`` says for which numbers of rows the first rows' bits differ from those of 8 rows.
@@ -37,9 +37,10 @@ SHAPES = {
         "down": (1024, 3072),
         "logits": (151936, 1024),
     },
+    "30b": {"qkv": (5120, 2048), "out": (2048, 4096)},
 }
 """Outputs, contracted."""
-ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64)}
+ROWS = {"8b": (1, 8, 32, 64, 128, 256, 2048, 8192), "0.6b": (1, 8, 64, 128, 256), "30b": (1, 8, 64, 128, 256)}
 L2 = 120 << 20
 """Bytes of weights of a program's layers together, at least: twice the cache and more."""
 FEWEST_LAYERS = 5
@@ -233,9 +234,11 @@ def compiled(tools: Tools, cases: list[Case], operands: Operands) -> list[Any]:
     """The cases' programs, compiled side by side; an exception in place of one that could not be."""
 
     from jaxserve.runner.invariance import PINNED_PRODUCTS
+    from jaxserve.runner.programs import LARGE_PRODUCTS, LIBRARY_PRODUCTS
 
     def one(case: Case) -> Any:
-        options = dict(PINNED_PRODUCTS) if case.path == "pinned" else None
+        chosen = LIBRARY_PRODUCTS if case.rows >= LARGE_PRODUCTS else ()
+        options = dict(PINNED_PRODUCTS if case.path == "pinned" else chosen)
         try:
             return program(tools, case).lower(*operands.of(case.rows, case.kind)).compile(options)
         except Exception as error:
