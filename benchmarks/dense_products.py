@@ -3,8 +3,8 @@
 The models are Llama 8B, Qwen3 0.6B and Qwen3 30B-A3B.
 
 Every product is what the layer needs: gate and up with silu(gate) * up, out and down with the residual added, logits
-in float32. Beside ours the same with XLA's product (as the engine lets it choose), all its kernels counted. The layers of
-a program have weights of their own, which together exceed the L2. Rates count weights, rows and results once.
+in float32. Beside ours the same with XLA's product (as the engine lets it choose), all its kernels counted. The layers
+of a program have weights of their own, which together exceed the L2. Rates count weights, rows and results once.
 
 A record of section ``invariance`` says for which numbers of rows the first rows' bits differ from those of 8 rows.
 ``dense_bits`` compares the kernel with one chunk and XLA's products as a batch-invariant engine pins them.

@@ -4,8 +4,9 @@ What could make them depend on the rest of the step, on a GPU:
 
 * Products: XLA times algorithms for each number of rows and takes the fastest, split-K among them. A kernel with one
   order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). Its table says beyond how many
-  rows of which weight XLA takes over, whose choice is pinned (``PINNED_PRODUCTS``) and then has the same bits. Weights that it does not take are pinned XLA's for all numbers of rows. No step has
-  fewer than 8, since for one row even pinned products are another algorithm.
+  rows of which weight XLA takes over, whose choice is pinned (``PINNED_PRODUCTS``) and then has the same bits. Weights
+  that it does not take are pinned XLA's for all numbers of rows. No step has fewer than 8, since for one row even
+  pinned products are another algorithm.
 * Norms: their sums are a kernel's of ours (``fixed_norm``).
 * Attention: the decode kernel and the prefill kernel are each invariant and differ from each other, so the scheduler
   keeps a token to one of them (``RunnerInfo.separate_paths``).
