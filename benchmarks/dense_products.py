@@ -47,7 +47,7 @@ FEWEST_LAYERS = 5
 """So many are launched as a graph, without the host's pauses; logits, which take long enough, have 1 or more."""
 SMALL = {"qkv": (960, 576), "out": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 """SmolLM2 135M, for ``dense_bits``."""
-BITS_ROWS = (8, 64, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+BITS_ROWS = (8, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 4096, 8192)
 SWEEP: dict[str, dict[str, dict[int, list[dict[str, int]]]]] = {
     "8b": {
         "qkv": {

@@ -3,7 +3,9 @@
 Central idea: lowering is Python, hence one thread's work, and with a program for every shape it is what a start waits
 for. So it begins before the weights are loaded, nothing else of Python's runs while it lasts (no garbage collection, no
 storing of what is compiled already, which holds the interpreter for as long as lowering a program takes), and threads
-that compile make way for it.
+that compile make way for it. A Mosaic GPU kernel is compiled as soon as it is lowered, and no program is begun
+meanwhile: the runtime would have the kernel wait for all programs that are being compiled, and those with the kernel
+wait for it (``pallas_kernels.mosaic_gpu.launch``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import jax
 
 from jaxserve.runner.program_store import SETTINGS, ProgramStore, prune
+from pallas_kernels.mosaic_gpu.launch import KernelModule, compile_alone, new_kernels_to
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class Compilation:
     Whoever begins one ends it, by ``result`` or by ``cancel``.
 
     Args:
-        lowerings: key -> a function that lowers its program; those that compile longest first.
+        lowerings: key -> a function that lowers its program; those that compile longest, or with most kernels, first.
         store: of this engine.
         progress: called with (programs ready, programs in all).
         name: what a key is called in the log and by errors.
@@ -102,6 +105,7 @@ class Compilation:
         self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, initializer=_make_way)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._kernels = _KernelsFirst()
         settings = {name: getattr(jax.config, name) for name in SETTINGS}
         try:
             self._programs = self._thread.submit(self._make, settings)
@@ -133,6 +137,7 @@ class Compilation:
 
     def _shut_down(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        self._kernels.shut_down()
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, settings: dict[str, Any]) -> dict[Any, jax.stages.Compiled]:
@@ -153,7 +158,7 @@ class Compilation:
             programs[making[done]] = self._save(making[done], done.result())
 
         lowering = time.thread_time()
-        with _no_garbage_collection():
+        with _no_garbage_collection(), new_kernels_to(self._kernels.compile):
             for key in self._lowerings:
                 if key in programs:
                     continue
@@ -194,6 +199,7 @@ class Compilation:
 
     def _compile(self, key: Any, lowered: jax.stages.Lowered, when_lowered: tuple[float, float]) -> _Made:
         self._may_compile.wait()
+        self._kernels.wait()
         if self._cancelled:
             raise concurrent.futures.CancelledError
         with self._lock:
@@ -232,6 +238,33 @@ class Compilation:
     def _now(self) -> float:
         """Seconds since the beginning."""
         return time.monotonic() - self._started
+
+
+class _KernelsFirst:
+    """Compiles kernels one after another, on a thread of its own, and lets others wait while there are any."""
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._condition, self._left = threading.Condition(), 0
+
+    def compile(self, module: KernelModule) -> None:
+        """Begin to; whether it can be compiled shows in the programs with it."""
+        with self._condition:
+            self._left += 1
+        self._thread.submit(compile_alone, module).add_done_callback(self._done)
+
+    def wait(self) -> None:
+        """Until none is left."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._left == 0)
+
+    def shut_down(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _done(self, _: object) -> None:
+        with self._condition:
+            self._left -= 1
+            self._condition.notify_all()
 
 
 @dataclass(frozen=True)

@@ -572,9 +572,10 @@ class StepPrograms:
             self._making = None
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program. Those that compile longest come first."""
+        """What lowers each program. Those that compile longest come first: large steps, but on a GPU small ones, for
+        whose numbers of rows there are kernels."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        for variant in self.variants:
+        for variant in reversed(self.variants) if self.shapes.fixed_input else self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
             lowerings[burst] = partial(self.lower_burst, burst)

@@ -65,6 +65,22 @@ def test_the_calls_take_the_programs_own_arrays():
         assert "output_operand_alias" in call
 
 
+def test_new_kernels_are_told_once_and_compile_without_a_program():
+    from pallas_kernels.mosaic_gpu import launch as gpu_launch
+
+    gpu_launch._modules._modules.clear()
+    jax.clear_caches()  # of what is traced, which launches nothing again
+    new: list[gpu_launch.KernelModule] = []
+    with gpu_launch.new_kernels_to(new.append):
+        text = lowered(64, 64, decode_only=True)
+        lowered(8, 8, decode_only=True)
+    lowered(64, 8, decode_only=False)
+    [kernel] = new
+    program = gpu_launch.alone(kernel).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @") == 1
+    assert hashes(program) == hashes(text)
+
+
 def test_a_larger_batch_gets_its_own_kernel(monkeypatch):
     from pallas_kernels.mosaic_gpu import launch as gpu_launch
 

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxserve.errors import OutOfMemoryError
 from jaxserve.runner.compilation import Compilation
-from jaxserve.runner.model_runner import CacheSize, EarlyPrograms, JaxModelRunner
+from pallas_kernels.mosaic_gpu import launch
 
 pytestmark = pytest.mark.device
 PATIENCE = 60.0
@@ -96,6 +95,35 @@ def test_what_waits_to_be_compiled_leaves_time_to_store(monkeypatch):
     assert recorder.events.index(("save", "a")) < recorder.events.index(("lower", "e"))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_before_any_program_is_begun(monkeypatch, fails):
+    """Those of the first program at once; one that cannot be compiled keeps nobody waiting."""
+    recorder, lowered = Recorder(), threading.Event()
+
+    def compile_alone(kernel: str) -> None:
+        assert lowered.wait(PATIENCE)
+        recorder.note("kernel", kernel)
+        if fails:
+            raise RuntimeError(kernel)
+
+    def lower(name: str, *kernels: str):
+        take = launch._taker.get()
+        for each in kernels:
+            take(each)
+        return recorder.lowerings(name)[name]()
+
+    monkeypatch.setattr("jaxserve.runner.compilation.compile_alone", compile_alone)
+    making = Compilation(
+        {"a": lambda: lower("a", "1", "2"), "b": lambda: lower("b", "3"), "c": lambda: lower("c")}, recorder
+    )
+    threading.Timer(0.1, lowered.set).start()  # by then the pool has taken what is lowered
+    assert set(making.result()) == {"a", "b", "c"}
+    done = [what for what, _ in recorder.events if what in ("kernel", "compile")]
+    assert done == ["kernel"] * 3 + ["compile"] * 3
+    assert recorder.of("kernel") == ["1", "2", "3"]
+    assert launch._taker.get() is None
+
+
 @pytest.mark.parametrize("fails", ["", "c"])
 def test_given_up_it_leaves_no_thread_behind_and_compiles_nothing(fails):
     recorder, threads = Recorder(), threading.active_count()
@@ -111,43 +139,6 @@ def test_given_up_it_leaves_no_thread_behind_and_compiles_nothing(fails):
             making.result()
     assert threading.active_count() == threads
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize(("measured", "kept"), [(1000, True), (1049, True), (1060, False), (999, False)])
-def test_a_cache_sized_before_the_weights_is_kept_if_it_fits_and_wastes_little(measured, kept):
-    early = EarlyPrograms(CacheSize(1000, 64, 5, None), SimpleNamespace(abandon=lambda: abandoned.append(1)))
-    abandoned: list[int] = []
-    now = CacheSize(measured, 32, 5, None)
-    runner = SimpleNamespace(
-        _early=early, _num_blocks=lambda _: measured, _cache_size=lambda: now, _programs=lambda blocks: blocks
-    )
-    size, programs = JaxModelRunner._early_or_now(runner)
-    assert (size, programs) == ((early.size, early.programs) if kept else (now, measured))
-    assert abandoned == ([] if kept else [1])
-
-
-def test_what_only_weights_tell_is_left_until_they_are_loaded(monkeypatch):
-    monkeypatch.setattr("jaxserve.runner.model_runner.weight_bytes", lambda *_: 0)
-
-    def too_small(_: int) -> CacheSize:
-        raise OutOfMemoryError("No block fits.")
-
-    runner = SimpleNamespace(
-        config=SimpleNamespace(
-            cache_config=SimpleNamespace(num_gpu_blocks_override=None, kv_cache_memory_bytes=None)
-        ),
-        _style=SimpleNamespace(fixed_addresses=False), model=None, placement=SimpleNamespace(mesh=None),
-        _cache_size=lambda _: 1 / 0, _early=None, _tell_progress=None,
-    )  # fmt: skip
-    JaxModelRunner._lower_early(runner)  # asks for no size
-    runner._style.fixed_addresses, runner._cache_size = True, too_small
-    JaxModelRunner._lower_early(runner)
-    assert runner._early is None
-    lowered: list[object] = []
-    runner._cache_size = lambda _: CacheSize(1000, 64, 5, None)
-    runner._programs = lambda blocks: SimpleNamespace(lower=lowered.append, blocks=blocks)
-    JaxModelRunner._lower_early(runner)
-    assert (runner._early.programs.blocks, lowered) == (1000, [None])
 
 
 def test_settings_of_the_one_who_asked_hold_where_programs_are_lowered():
