@@ -404,9 +404,9 @@ def main() -> int:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
         logging.getLogger("jaxserve.runner.compilation").setLevel(logging.DEBUG)  # each program's time
     if options.xla_products:
-        from jaxserve.runner import model_runner
+        from jaxserve.runner import engine_programs
 
-        model_runner.LIBRARY_PRODUCTS = ()
+        engine_programs.LIBRARY_PRODUCTS = ()
     if options.split_heads is not None:
         from pallas_kernels.split_heads import gpu
 

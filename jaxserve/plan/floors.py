@@ -48,7 +48,7 @@ class Floors:
         self.runner = runner
         self.specs = runner.model.specs
         self.ranks = runner.placement.num_ranks
-        self.experts_per_token = int(runner.hf_config.get("num_experts_per_tok") or 1)
+        self.experts_per_token = runner.served.experts_per_token
 
     def decode(self, rows: int, context: int) -> StepFloor:
         """A step of ``rows`` requests a rank, one token each, that see ``context`` tokens."""
@@ -102,13 +102,13 @@ class Floors:
 
     def cache_bytes(self, context: int) -> float:
         """Bytes of cache that one token reads when it sees ``context`` tokens (windows of layers counted)."""
-        runner = self.runner
-        size = runner.block_size
+        served = self.runner.served
+        size = served.block_size
         return sum(
-            bytes_per_block([spec], size, runner.backend)
+            bytes_per_block([spec], size, served.backend)
             / size
             * min(context, spec.sliding_window or context)
-            for spec in runner.specs
+            for spec in served.specs
         )
 
     def attention_flops(self, context: int) -> float:

@@ -22,7 +22,7 @@ from jaxserve.plan.programs import (
     planned_variants,
     traced_collectives,
 )
-from jaxserve.runner.kv_arrays import MIB, PROGRAM_RESERVE, bytes_per_block
+from jaxserve.runner.kv_arrays import MIB, PROGRAM_RESERVE
 from jaxserve.runner.temporaries import forward_temporaries, sampler_temporaries
 from jaxserve.sampling.state import state_bytes
 
@@ -177,8 +177,8 @@ def check_memory(runner: PlannedRunner, num_blocks: int, temporaries: int) -> No
     Raises:
         OutOfMemoryError: saying what is too much.
     """
-    cache = num_blocks * bytes_per_block(runner.specs, runner.block_size, runner.backend)
-    state = state_bytes(runner.max_num_seqs, runner.model.vocab_size)
+    cache = num_blocks * runner.served.block_bytes
+    state = state_bytes(runner.builder.max_num_seqs, runner.model.vocab_size)
     total = runner.weight_bytes() + state + temporaries + PROGRAM_RESERVE + cache
     have = runner.topology.hbm_bytes
     if total > have:
@@ -237,7 +237,6 @@ def step_collectives(
     if config.parallel_config.num_devices == 1:
         return ()
     runner = PlannedRunner(config, topology, hf_config, compiles=False, portable=True)
-    runner.max_model_len = runner.max_model_len_asked()
     programs = runner.programs_for(2)
     return traced_collectives(programs, planned_variants(programs)["decode"])
 
@@ -275,7 +274,7 @@ def estimate_temporaries(runner: PlannedRunner) -> int:
     if (own := runner.estimated_temporaries()) is not None:
         return own
     bucket = runner.builder.table.buckets[-1]
-    per_token = int(runner.hf_config.get("num_experts_per_tok") or 1)
+    per_token = runner.served.experts_per_token
     layers = forward_temporaries(runner.model, bucket.num_tokens, per_token, runner.mesh)
     return layers + sampler_temporaries(runner.model, bucket.num_rows, LOGIT_COPIES, runner.mesh)
 
@@ -292,20 +291,20 @@ def _describe(
     contexts: Sequence[int],
     num_stored: int | None,
 ) -> Plan:
-    model, ranks, size = runner.model, runner.placement.num_ranks, runner.block_size
-    block_bytes = bytes_per_block(runner.specs, size, runner.backend)
+    served, model, ranks = runner.served, runner.model, runner.placement.num_ranks
+    size, block_bytes = served.block_size, served.block_bytes
     usable = max(0, num_blocks - 1)
-    longest = runner.max_model_len_asked()
+    longest = runner.max_model_len
     lengths = sorted({length for length in contexts if length <= model.max_position_embeddings} | {longest})
     users = tuple(Users(length, ranks * (usable // math.ceil(length / size))) for length in lengths)
     floors = Floors(runner)
-    most = runner.max_num_seqs
+    most = runner.builder.max_num_seqs
     context = lengths[0]
     at_once = max(1, min(most, users[0].requests // ranks)) if usable else most
     parallel = runner.config.parallel_config
     return Plan(
         model=name,
-        architecture=", ".join(runner.hf_config.get("architectures") or ["?"]),
+        architecture=", ".join(served.hf_config.get("architectures") or ["?"]),
         topology=runner.topology,
         parallel={
             "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -314,10 +313,10 @@ def _describe(
             "sequence_parallel": parallel.sequence_parallel,
         },
         devices_used=parallel.num_devices,
-        dtype=runner.dtype.name,
-        kv_cache_dtype=runner.cache_dtype.name,
-        attention=runner.backend.name,
-        why_portable=runner.why_no_kernels,
+        dtype=served.dtype.name,
+        kv_cache_dtype=served.cache_dtype.name,
+        attention=served.backend.name,
+        why_portable=served.why_no_kernels,
         num_params=sum(math.prod(spec.shape) for spec in model.specs.values()),
         weight_bytes=model.param_bytes(),
         device_weight_bytes=runner.weight_bytes(),

@@ -16,6 +16,7 @@ from jaxserve import LLM
 from jaxserve.bench.invariance import Bits, Finding, Target, Workload, bits_of, check_invariance
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.runner import model_runner
+from jaxserve.runner.device_kernels import DeviceKernels
 from pallas_kernels.dispatch import BlockedBackend
 
 pytestmark = pytest.mark.device
@@ -103,7 +104,7 @@ class TwoPaths:
 def test_two_paths(checkpoint: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch):
     """As on a Hopper GPU: steps cut into its programs, and a token keeps to the path that its request gives it."""
     monkeypatch.setattr(model_runner, "platform_name", lambda: "gpu")
-    monkeypatch.setattr(model_runner.JaxModelRunner, "_attention_backend", lambda *_: (TwoPaths(), None))
+    monkeypatch.setattr(DeviceKernels, "attention", lambda *_: (TwoPaths(), None))
     rng, alone = random.Random(3), []
     with make(checkpoint, dtype="float32", **ENGINES["tight"]) as llm:
         for target in workload.targets()[:8]:

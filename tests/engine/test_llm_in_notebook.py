@@ -124,14 +124,14 @@ def test_a_cell_that_runs_again_needs_the_memory_of_one(tiny_model, monkeypatch)
 
 
 def test_a_start_that_fails_frees_what_it_loaded(tiny_model, monkeypatch):
-    from jaxserve.runner.model_runner import JaxModelRunner
+    from jaxserve.runner.preparation import Preparation
 
     def interrupted(self: object) -> None:
         assert device_bytes() > before
         raise KeyboardInterrupt
 
     before = device_bytes()
-    monkeypatch.setattr(JaxModelRunner, "_size_and_compile", interrupted)
+    monkeypatch.setattr(Preparation, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         build(tiny_model)
     assert caught.value.__traceback__ is not None  # the runner is still referred to

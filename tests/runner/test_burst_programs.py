@@ -14,7 +14,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.plan.hardware import find_topology
 from jaxserve.plan.planned_runner import PlannedRunner
-from jaxserve.runner import model_runner
 from jaxserve.runner.programs import ProgramStyle
 
 pytestmark = pytest.mark.device
@@ -65,7 +64,7 @@ def answers(llm: Any) -> tuple[list[list[list[int]]], list[int]]:
 )
 def test_tokens_of_single_steps(style, family, options, tmp_path, monkeypatch):
     model = write_tiny_checkpoint(tmp_path, family)
-    monkeypatch.setattr(model_runner.ProgramStyle, "of", classmethod(lambda cls, platform: STYLES[style]))
+    monkeypatch.setattr(ProgramStyle, "of", classmethod(lambda cls, platform: STYLES[style]))
     with LLM(str(model), **OPTIONS, num_scheduler_steps=4, **options) as llm:
         found, most = answers(llm)
         llm._core.scheduler._planner.bursts = None

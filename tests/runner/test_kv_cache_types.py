@@ -10,7 +10,8 @@ from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
-from jaxserve.runner import model_runner
+from jaxserve.runner import device_kernels
+from pallas_kernels.dispatch import BlockedBackend
 
 pytestmark = [pytest.mark.device, pytest.mark.xdist_group("kv_cache_types")]
 
@@ -61,9 +62,9 @@ def test_a_cache_type_without_kernels_is_refused(model, monkeypatch):
 
     def backend(platform, sizes, options):
         reason = None if sizes.kv_dtype == sizes.dtype else "they cannot do that type; use another."
-        return model_runner.BlockedBackend(), reason
+        return BlockedBackend(), reason
 
-    monkeypatch.setattr(model_runner, "attention_backend", backend)
+    monkeypatch.setattr(device_kernels, "attention_backend", backend)
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype is 'int8'.*cannot do that type; use another"
     ) as info:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +14,13 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.runner.compilation import Compilation
+from jaxserve.runner.device_kernels import DeviceKernels
+from jaxserve.runner.engine_programs import EnginePrograms
+from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.model_runner import JaxModelRunner
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore, prune
+from jaxserve.runner.served_model import ModelBuilder
 
 pytestmark = pytest.mark.device
 
@@ -147,10 +152,10 @@ def test_programs_that_compute_in_another_order_have_keys_of_their_own():
     descriptions: list[str] = []
     for batch_invariant in (False, True):
         config = EngineConfig.from_kwargs(batch_invariant=batch_invariant)
-        runner = JaxModelRunner(config.with_defaults_for("cpu"))
-        runner.placement = Placement()
-        runner._choose_model(hf_config)
-        descriptions.append(runner._program_description())
+        config, invariance = config.with_defaults_for("cpu"), Invariance(batch_invariant, "cpu")
+        served = ModelBuilder(config, Placement(), DeviceKernels("cpu"), invariance).build(hf_config)
+        programs = EnginePrograms(config, served, Placement(), invariance, partial(ProgramStore, None))
+        descriptions.append(programs.description())
     assert descriptions[0] != descriptions[1]
 
 

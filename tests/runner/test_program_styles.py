@@ -6,7 +6,6 @@ import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.runner import model_runner
 from jaxserve.runner.programs import ProgramStyle
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
@@ -19,7 +18,7 @@ STYLES = {
 
 
 def answers(model, style: ProgramStyle, monkeypatch, **parallel: int) -> list:
-    monkeypatch.setattr(model_runner.ProgramStyle, "of", classmethod(lambda cls, platform: style))
+    monkeypatch.setattr(ProgramStyle, "of", classmethod(lambda cls, platform: style))
     options = {
         "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 16,
         "num_gpu_blocks_override": 40, "skip_tokenizer_init": True, **parallel,
