@@ -217,8 +217,8 @@ class Operands:
 
 
 def program(tools: Tools, case: Case) -> Callable[..., Any]:
-    """A jitted program of one product for each weight, one after another: ours share counters, and XLA's, side by side
-    in a graph, would each take longer than alone."""
+    """A jitted program of one product for each weight, one after another: ours share counters, and side by side in a
+    graph each would take longer than alone."""
 
     def run(x: Any, weights: Any, residual: Any) -> Any:
         results = []
