@@ -3,9 +3,9 @@
 Central idea: lowering is Python, hence one thread's work, and with a program for every shape it is what a start waits
 for. So it begins before the weights are loaded, nothing else of Python's runs while it lasts (no garbage collection, no
 storing of what is compiled already, which holds the interpreter for as long as lowering a program takes), and threads
-that compile make way for it. A Mosaic GPU kernel is compiled as soon as it is lowered, and no program is begun
-meanwhile: the runtime would have the kernel wait for all programs that are being compiled, and those with the kernel
-wait for it (``pallas_kernels.mosaic_gpu.launch``).
+that compile make way for it. A Mosaic GPU kernel is compiled as soon as it is lowered, and no program is begun while
+programs bring new ones: the runtime would have a kernel wait for all programs that are being compiled, and those with
+the kernel wait for it (``pallas_kernels.mosaic_gpu.launch``).
 """
 
 from __future__ import annotations
@@ -158,11 +158,13 @@ class Compilation:
             programs[making[done]] = self._save(making[done], done.result())
 
         lowering = time.thread_time()
-        with _no_garbage_collection(), new_kernels_to(self._kernels.compile):
+        with _no_garbage_collection():
             for key in self._lowerings:
                 if key in programs:
                     continue
-                future = self._pool.submit(self._compile, key, *self._lower(key))
+                with self._kernels.lowering():
+                    lowered = self._lower(key)
+                future = self._pool.submit(self._compile, key, *lowered)
                 making[future] = key
                 unstored.add(future)
                 while len(making) - self._begun > self._num_threads:  # the next one is in no hurry
@@ -170,13 +172,14 @@ class Compilation:
                     if done is None:
                         break
                     keep(done)
-        lowered, lowering = self._now(), time.thread_time() - lowering
+        self._kernels.all_lowered()
+        lowered_until, lowering = self._now(), time.thread_time() - lowering
         for done in concurrent.futures.as_completed(list(unstored)):
             keep(done)
         logger.debug(
             "%d programs, %d of them stored, in %.1f s; lowered until %.1f s, for %.1f s of the processor's; "
             "%.1f s of the processor's in all, on %d threads",
-            len(programs), len(programs) - len(making), self._now(), lowered, lowering,
+            len(programs), len(programs) - len(making), self._now(), lowered_until, lowering,
             _processor_seconds() - self._processor_seconds, self._num_threads,
         )  # fmt: skip
         return {key: programs[key] for key in self._lowerings}
@@ -241,29 +244,53 @@ class Compilation:
 
 
 class _KernelsFirst:
-    """Compiles kernels one after another, on a thread of its own, and lets others wait while there are any."""
+    """Compiles kernels one after another, on a thread of its own, and lets others wait while there are any, or more may
+    come: the last program that was lowered had new ones."""
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._condition, self._left = threading.Condition(), 0
+        self._condition = threading.Condition()
+        self._left = self._begun = 0
+        self._more = False
 
-    def compile(self, module: KernelModule) -> None:
-        """Begin to; whether it can be compiled shows in the programs with it."""
-        with self._condition:
-            self._left += 1
-        self._thread.submit(compile_alone, module).add_done_callback(self._done)
+    @contextlib.contextmanager
+    def lowering(self) -> Generator[None, None, None]:
+        """Of one program, on this thread: whatever new kernels it has are compiled from then on."""
+        before = self._begun
+        try:
+            with new_kernels_to(self._compile):
+                yield
+        finally:
+            self._expect(self._begun > before)
+
+    def all_lowered(self) -> None:
+        """No more will come."""
+        self._expect(False)
 
     def wait(self) -> None:
         """Until none is left."""
         with self._condition:
-            self._condition.wait_for(lambda: self._left == 0)
+            self._condition.wait_for(lambda: self._left == 0 and not self._more)
 
     def shut_down(self) -> None:
+        self._expect(False)
         self._thread.shutdown(cancel_futures=True)
+
+    def _compile(self, module: KernelModule) -> None:
+        """Begin to; whether it can be compiled shows in the programs with it."""
+        with self._condition:
+            self._left += 1
+            self._begun += 1
+        self._thread.submit(compile_alone, module).add_done_callback(self._done)
 
     def _done(self, _: object) -> None:
         with self._condition:
             self._left -= 1
+            self._condition.notify_all()
+
+    def _expect(self, more: bool) -> None:
+        with self._condition:
+            self._more = more
             self._condition.notify_all()
 
 

@@ -97,7 +97,7 @@ def test_what_waits_to_be_compiled_leaves_time_to_store(monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_kernels_are_compiled_before_any_program_is_begun(monkeypatch, fails):
-    """Those of the first program at once; one that cannot be compiled keeps nobody waiting."""
+    """And as long as programs bring new ones; one that cannot be compiled keeps nobody waiting."""
     recorder, lowered = Recorder(), threading.Event()
 
     def compile_alone(kernel: str) -> None:
