@@ -93,7 +93,7 @@ class CacheSizer:
         """
         served = self._programs.served
         asked, longest = self._config.model_config.max_model_len, served.model.max_position_embeddings
-        wanted = None if asked == "auto" else (asked or longest)
+        wanted = asked if isinstance(asked, int) else None if asked == "auto" else longest
         budget = self._budget(temporaries)
         if budget is not None:
             budget = replace(budget, in_use=budget.in_use + coming + self._state_bytes())
