@@ -1,9 +1,8 @@
 """The choice of few tokens' experts on Hopper (Mosaic GPU): from logits to the work of the experts, in one kernel.
 
-Central idea: XLA makes ten kernels of it, each of which takes longer to launch than to run. One warpgroup has all
-logits in registers, a row of them in four lanes: the best expert is found and taken out, as often as a token has
-experts; then columns say who is in use, and sums over a triangle at which place. On the side it brings fewer than 8
-tokens to the 8 that a product has.
+Central idea: XLA makes ten kernels of it, each of which takes longer to launch than to run. Each warpgroup chooses for
+16 tokens; then, together, each for a part of the experts, they count who is in use, and who is so before. On the side
+it brings fewer than 8 tokens to the 8 that a product has.
 """
 
 from __future__ import annotations
@@ -17,12 +16,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Chosen, Rule
+from pallas_kernels.grouped_matmul import gpu_best
+from pallas_kernels.grouped_matmul.few import Chosen, Rule
+from pallas_kernels.grouped_matmul.gpu_best import TOKENS
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
 MOST_TOKENS, MOST_EXPERTS = 64, 128
-"""Whose logits fit into the registers of one warpgroup."""
+"""Whose logits fit into the registers of four warpgroups."""
+
+WARPGROUPS = 4
 
 ALIGNED, LINE = 8, 64
 """Tokens of a product come in such portions; elements that the copy engine moves at a time."""
@@ -54,7 +57,7 @@ def choose(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (num_tokens, num_experts), hidden_size = logits.shape, x.shape[1]
-    size = 32 if num_tokens <= 32 else 64
+    size = -(-num_tokens // TOKENS) * TOKENS
     live = jnp.pad(live.astype(jnp.int32), (0, size - num_tokens))
     padded = -(-num_tokens // ALIGNED) * ALIGNED
     lines = None
@@ -68,10 +71,14 @@ def choose(
         _body(num_tokens, num_experts, size, rule, lines is not None),
         grid=(1,),
         grid_names=("cta",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
         scratch_types=dict(
             logits_s=plgpu.SMEM((size, num_experts), jnp.float32),
+            load_s=plgpu.SMEM((num_experts,), jnp.int32),
             up_to_s=plgpu.SMEM((num_experts,), jnp.int32),
             full=plgpu.Barrier(),
+            all_done=plgpu.Barrier(num_arrivals=WARPGROUPS),
             **({} if lines is None else dict(x_s=plgpu.SMEM(lines, x.dtype), x_full=plgpu.Barrier())),
         ),
         kernel_name="choose_experts",
@@ -93,80 +100,81 @@ def choose(
 def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # The tensor core's, but for single values: a transposed store has no pairs.
-    tiles = ((64, 8), (16, 8), (8, 8)) if size == 64 else ((32, 8), (8, 8))
-    tiling = plgpu.Tiling((*tiles, (2,), (1,)))
-    warps = -8 if size == 64 else -6
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-4, -3), vector_dim=-1)
+    layout = gpu_best.layout()
     rows, columns = layout.reduce(1), layout.reduce(0)
-    shape = (size, num_experts)
-
-    def over_columns(x):
-        """[C] to [C, E]."""
-        return lax.broadcast_in_dim(x, shape, [0])
+    part = num_experts // WARPGROUPS
+    shape = (part, num_experts)
 
     def over_rows(x):
-        """[E] to [C, E]."""
+        """[E] to [E / 4, E]."""
         return lax.broadcast_in_dim(x, shape, [1])
 
-    def filled(value, dtype):
-        return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+    def count(condition):
+        """In each row."""
+        one, zero = (gpu_best.filled(shape, value, jnp.int32) for value in (1, 0))
+        return jnp.sum(jnp.where(condition, one, zero), axis=1)
 
-    def choose_experts(logits, live_tokens, *refs, logits_s, up_to_s, full, x_s=None, x_full=None):
+    def choose_experts(
+        logits, live_tokens, *refs, logits_s, load_s, up_to_s, full, all_done, x_s=None, x_full=None
+    ):
         x, refs = (refs[0], refs[1:]) if pads else (None, refs)
         weights, used, up_to, load, zeros, *rows_out = refs
-        if pads:
-            plgpu.copy_gmem_to_smem(x, x_s, x_full)
-        plgpu.copy_gmem_to_smem(logits, logits_s.at[pl.ds(0, num_tokens)], full)
-        plgpu.barrier_wait(full)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        expert = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        live = over_columns(plgpu.load(live_tokens, layout=rows, optimized=False)) != 0
-        nothing = filled(-jnp.inf, jnp.float32)
-        scores = jnp.where(live, plgpu.load(logits_s, layout=layout, optimized=False), nothing)
-        left, best = scores, None
-        for _ in range(rule.top_k):
-            most = jnp.max(left, axis=1)
-            best = most if best is None else best
-            first = jnp.min(
-                jnp.where(left == over_columns(most), expert, filled(num_experts, jnp.int32)), axis=1
-            )
-            left = jnp.where(expert == over_columns(first), nothing, left)
-        chosen = live & (left == nothing)
-        zero = filled(0.0, jnp.float32)
-        if rule.sigmoid:
-            value = 1.0 / (1.0 + jnp.exp(-scores))
-        else:
-            value = jnp.exp(scores - over_columns(best))
-        value = jnp.where(live, value, zero)  # nothing minus nothing
-        mine = jnp.where(chosen, value, zero)
-        if rule.renormalize:
-            value = mine / over_columns(jnp.sum(mine, axis=1) + SMALLEST_SUM)
-        elif not rule.sigmoid:
-            value = mine / over_columns(jnp.sum(value, axis=1) + SMALLEST_SUM)
-        else:
-            value = mine
-        store(weights.T, value * rule.scale)
+        warpgroup = lax.axis_index("warpgroup")
+        tokens = pl.ds(pl.multiple_of(warpgroup * TOKENS, TOKENS), TOKENS)
+        experts = pl.ds(pl.multiple_of(warpgroup * part, part), part)
 
-        tokens = jnp.sum(jnp.where(chosen, filled(1, jnp.int32), filled(0, jnp.int32)), axis=0)
-        store(load, tokens)
-        # Not tokens * 0: a constant of 64 experts cannot be stored, and the compiler finds out that it is one.
-        store(zeros, jnp.minimum(tokens, 0))
-        for first in range(0, num_experts, size):
-            counted = (over_rows(tokens) > 0) & (expert <= row + first)
-            sums = jnp.sum(jnp.where(counted, filled(1, jnp.int32), filled(0, jnp.int32)), axis=1)
-            store(up_to_s.at[pl.ds(first, size)], sums)
-            store(up_to.at[pl.ds(first, size)], sums)
-        plgpu.commit_smem()
-        ends = plgpu.load(up_to_s, layout=columns, optimized=False)
-        for first in range(0, num_experts, size):
-            passed = jnp.where(over_rows(ends) <= row + first, filled(1, jnp.int32), filled(0, jnp.int32))
-            place = jnp.sum(passed, axis=1)
-            last = plgpu.layout_cast(jnp.full((size,), num_experts - 1, jnp.int32), rows)
-            store(used.at[pl.ds(first, size)], jnp.minimum(place, last))
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(logits, logits_s.at[pl.ds(0, num_tokens)], full)
+            if pads:
+                plgpu.copy_gmem_to_smem(x, x_s, x_full)
+
+        @pl.when(warpgroup * TOKENS < size)
+        def _():
+            live = plgpu.load(live_tokens.at[tokens], layout=rows, optimized=False)
+            live = gpu_best.over_columns(live, num_experts) != 0
+            zero = gpu_best.filled((TOKENS, num_experts), 0.0, jnp.float32)
+            plgpu.barrier_wait(full)
+            mine = jnp.where(live, plgpu.load(logits_s.at[tokens], layout=layout, optimized=False), zero)
+            best = gpu_best.best_of(mine, rule)
+            scores = gpu_best.score(mine, gpu_best.over_columns(best.best, num_experts), rule)
+            chosen = live & best.chosen
+            store(
+                weights.at[:, tokens].T, gpu_best.divided(jnp.where(chosen, scores, zero), best.divisor, rule)
+            )
+            one = gpu_best.filled((TOKENS, num_experts), 1.0, jnp.float32)
+            store(logits_s.at[tokens], jnp.where(chosen, one, zero))  # only their own warpgroup has read them
+
         if pads:
-            plgpu.barrier_wait(x_full)
-            plgpu.copy_smem_to_gmem(x_s, rows_out[0].at[pl.ds(0, num_tokens)])
+
+            @pl.when(warpgroup == WARPGROUPS - 1)
+            def _():
+                plgpu.barrier_wait(x_full)
+                plgpu.copy_smem_to_gmem(x_s, rows_out[0].at[pl.ds(0, num_tokens)])
+
+        def wait_for_all():
+            plgpu.barrier_arrive(all_done)
+            plgpu.barrier_wait(all_done)
+
+        wait_for_all()
+        chosen = plgpu.load(logits_s.at[:, experts].T, layout=layout, optimized=False)
+        got = jnp.sum(chosen, axis=1).astype(jnp.int32)
+        store(load_s.at[experts], got)
+        store(load.at[experts], got)
+        # Not got * 0: a constant of 64 experts cannot be stored, and the compiler finds out that it is one.
+        store(zeros.at[experts], jnp.minimum(got, 0))
+        wait_for_all()
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + warpgroup * part
+        expert = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        tokens_of = over_rows(plgpu.load(load_s, layout=columns, optimized=False))
+        sums = count((tokens_of > 0) & (expert <= row))
+        store(up_to_s.at[experts], sums)
+        store(up_to.at[experts], sums)
+        wait_for_all()
+        place = count(over_rows(plgpu.load(up_to_s, layout=columns, optimized=False)) <= row)
+        last = gpu_best.filled((part,), num_experts - 1, jnp.int32)
+        store(used.at[experts], jnp.minimum(place, last))
+        if pads:
             plgpu.wait_smem_to_gmem(0)
 
     return choose_experts

@@ -22,6 +22,7 @@ RULES = {
     "softmax of equal logits": (5, 64, Rule(3)),
     "renormalized": (40, 128, Rule(8, renormalize=True)),
     "sigmoid": (9, 128, Rule(4, sigmoid=True, renormalize=True, scale=2.0)),
+    "more than 8, all warpgroups": (57, 64, Rule(9, sigmoid=True)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Hopper's grouped matmul on a Hopper GPU against the oracle: ``JAX_PLATFORMS=cuda pytest -m gpu``."""
+"""Hopper's experts and the choice of them on a Hopper GPU against the oracles: ``JAX_PLATFORMS=cuda pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul import few
+from pallas_kernels.grouped_matmul.few import Rule
 from pallas_kernels.grouped_matmul.gated import gated
 from pallas_kernels.grouped_matmul.reference import grouped_matmul
+from pallas_kernels.grouped_matmul.route import route
 
 
 def is_hopper() -> bool:
@@ -58,3 +61,51 @@ def test_gate_and_up_in_one_kernel():
     np.testing.assert_array_equal(found[sum(sizes) :], 0)
     expected = np.asarray(gated(grouped_matmul, *operands), np.float32)
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.03)
+
+
+RULES = [
+    Rule(8, renormalize=True), Rule(8), Rule(4, sigmoid=True, renormalize=True, scale=2.5), Rule(9, sigmoid=True),
+]  # fmt: skip
+
+
+def choices(num_tokens, num_experts):
+    """Logits, many of them equal, and which tokens are not padding."""
+    logits = np.random.default_rng(num_tokens).standard_normal((num_tokens, num_experts)).round(1)
+    return jnp.asarray(logits, jnp.float32), jnp.arange(num_tokens) % 5 != 1
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("num_experts", [64, 128])
+@pytest.mark.parametrize("num_tokens", [96, 128, 256, 320, 4096, 16384])
+def test_many_tokens_experts(num_tokens, num_experts, rule):
+    from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
+
+    logits, live = choices(num_tokens, num_experts)
+    expected = route(logits, live, rule)
+    choose = jax.jit(lambda *each: GpuRoute()(*each, rule))
+    for _ in range(3):
+        found = choose(jnp.where(live[:, None], logits, jnp.nan), live)
+        np.testing.assert_array_equal(found.experts, expected.experts)
+        np.testing.assert_array_equal(found.so_far, expected.so_far)
+        np.testing.assert_array_equal(found.counts, expected.counts)
+        np.testing.assert_allclose(found.weights, expected.weights, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("num_experts", [64, 128])
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 16, 17, 33, 49, 63, 64])
+def test_few_tokens_experts(num_tokens, num_experts, rule):
+    from pallas_kernels.grouped_matmul import gpu_choose
+
+    logits, live = choices(num_tokens, num_experts)
+    x = jnp.ones((num_tokens, 2048), jnp.bfloat16)
+    expected, expected_load = few.choose(logits, live, rule)
+    count = int(expected.up_to[-1])
+    choose = jax.jit(lambda *each: gpu_choose.choose(*each, rule))
+    for _ in range(3):
+        found, load, rows = choose(jnp.where(live[:, None], logits, jnp.nan), live, x)
+        np.testing.assert_array_equal(found.up_to, expected.up_to)
+        np.testing.assert_array_equal(found.used[:count], expected.used[:count])
+        np.testing.assert_array_equal(load, expected_load)
+        np.testing.assert_array_equal(rows[:num_tokens], x)
+        np.testing.assert_allclose(found.weights[:, :num_tokens], expected.weights[:, :num_tokens], atol=2e-6)
