@@ -110,9 +110,9 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
         return lax.broadcast_in_dim(x, shape, [1])
 
     def count(condition):
-        """In each row."""
-        one, zero = (gpu_best.filled(shape, value, jnp.int32) for value in (1, 0))
-        return jnp.sum(jnp.where(condition, one, zero), axis=1)
+        """In each row; of floats, which the compiler adds up in several sums side by side."""
+        one, zero = (gpu_best.filled(shape, value, jnp.float32) for value in (1.0, 0.0))
+        return jnp.sum(jnp.where(condition, one, zero), axis=1).astype(jnp.int32)
 
     def choose_experts(
         logits, live_tokens, *refs, logits_s, load_s, up_to_s, full, all_done, x_s=None, x_full=None
@@ -164,8 +164,9 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
         # Not got * 0: a constant of 64 experts cannot be stored, and the compiler finds out that it is one.
         store(zeros.at[experts], jnp.minimum(got, 0))
         wait_for_all()
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + warpgroup * part
-        expert = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        row = plgpu.broadcasted_iota(jnp.int32, (part,), 0, layout=rows) + warpgroup * part
+        row = gpu_best.over_columns(row, num_experts)
+        expert = over_rows(plgpu.broadcasted_iota(jnp.int32, (num_experts,), 0, layout=columns))
         tokens_of = over_rows(plgpu.load(load_s, layout=columns, optimized=False))
         sums = count((tokens_of > 0) & (expert <= row))
         store(up_to_s.at[experts], sums)
