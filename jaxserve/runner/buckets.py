@@ -55,6 +55,7 @@ class BucketTable:
         fewest_rows: int = 1,
         fine: bool = False,
         trimmed: bool = False,
+        shared: bool = False,
     ) -> BucketTable:
         """One token, powers of two up to the budget, and the budget itself.
 
@@ -64,6 +65,7 @@ class BucketTable:
                 begin at ``SMALLEST_MIXED``, since a prompt's few tokens cost what that many do.
             fine: with them, add the sizes of ``FINE_DECODE`` and, for prompts, those half-way from ``FINE_MIXED`` on.
             trimmed: the scheduler cuts steps that are little larger than a size (``RunnerInfo.step_sizes``).
+            shared: of ``FINE_DECODE`` only the sizes that steps with prompts have as well.
             fewest_rows: no bucket has fewer tokens (padding makes up for it), as a product with one row is another
                 algorithm, which adds up in another order; nor fewer rows, with decode programs. From 2 on the smallest
                 has ``SMALLEST_BATCH``, if the budget lets it.
@@ -80,7 +82,8 @@ class BucketTable:
         most = max(min(max_num_seqs, max_num_batched_tokens), fewest_rows)
         mixed = tuple(Bucket(size, min(size, most)) for size in (max(size, fewest_rows) for size in sizes))
         rows = _ladder(most, fewest_rows)
-        decode = tuple(Bucket(size, size) for size in (_with(rows, FINE_DECODE) if fine else rows))
+        further = (size for size in FINE_DECODE if fine and not (shared and size not in sizes))
+        decode = tuple(Bucket(size, size) for size in _with(rows, further))
         return cls(tuple(sorted({*mixed, *decode})), mixed, decode)
 
     @property

@@ -96,6 +96,7 @@ class EnginePrograms:
             fine=self.style.fixed_addresses,
             trimmed=scheduler.enable_chunked_prefill and self.placement.num_ranks == 1,
             fewest_rows=self._invariance.fewest_rows,
+            shared=self._invariance.enabled,
         )
         return BatchBuilder(table, self.served.block_size, scheduler.max_num_seqs, self._bursts())
 

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import supported
 from pallas_kernels.dense_matmul.gpu_product import dense_matmul
-from pallas_kernels.dense_matmul.gpu_tuning import Config, chunks_of, invariant_rows, rows_from_table, tuned
+from pallas_kernels.dense_matmul.gpu_tuning import (
+    Config,
+    chunks_of,
+    invariant_multiplies,
+    rows_from_table,
+    tuned,
+)
 from pallas_kernels.hopper import multiprocessors
 
 
@@ -57,10 +63,11 @@ class GpuDenseMatmul:
             return reason
         shape = outputs, inner, jnp.dtype(dtype).itemsize
         if self.invariant:
-            first, last = 1, invariant_rows(*shape, gated=gated, residual=residual)
+            multiplies = invariant_multiplies(num_rows, *shape, gated=gated, residual=residual)
         else:
             first, last = rows_from_table(*shape, gated=gated)
-        if not first <= num_rows <= last:
+            multiplies = first <= num_rows <= last
+        if not multiplies:
             return f"gpu_tuning.json leaves {num_rows} rows by {outputs} x {inner} to XLA"
         return None
 

@@ -126,12 +126,12 @@ def rows_from_table(outputs: int, inner: int, item_size: int, *, gated: bool = F
     return first, last
 
 
-def invariant_rows(
-    outputs: int, inner: int, item_size: int, *, gated: bool = False, residual: bool = False
-) -> int:
-    """The most rows that ``for_all_rows`` multiplies by an [outputs, inner] weight; 0 leaves all to XLA."""
-    rows = _first_of("invariant", outputs, inner, item_size, gated=gated, residual=residual)
-    return 0 if rows is None else rows
+def invariant_multiplies(
+    num_rows: int, outputs: int, inner: int, item_size: int, *, gated: bool = False, residual: bool = False
+) -> bool:
+    """Whether ``for_all_rows`` multiplies so many rows by an [outputs, inner] weight; else XLA has the same bits."""
+    most = _first_of("invariant", outputs, inner, item_size, gated=gated, residual=residual) or 0
+    return num_rows <= most or num_rows not in _tuning()["invariant_xla"]
 
 
 def _first_of(name: str, outputs: int, inner: int, item_size: int, **kind: bool) -> Any:

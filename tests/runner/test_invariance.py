@@ -71,3 +71,13 @@ def test_no_step_of_a_gpu_has_fewer_rows(most_tokens, most_rows):
     assert table.smallest(most_rows, most_rows, decode_only=True) in table.decode
     assert table.smallest(most_tokens, min(most_tokens, most_rows)) in table.mixed
     assert table.smallest(1, 1, decode_only=True) == Bucket(FEWEST_ROWS, FEWEST_ROWS)
+
+
+def test_decoding_rows_have_no_sizes_of_their_own():
+    """Of those, a library's products are not known to add up as those of prompts do."""
+    table = BucketTable.build(
+        8192, 1024, decode_programs=True, fine=True, trimmed=True, fewest_rows=FEWEST_ROWS, shared=True
+    )
+    rows = [bucket.num_tokens for bucket in table.decode]
+    assert rows == [8, 16, 32, 64, 128, 256, 384, 512, 768, 1024]
+    assert {size for size in rows if size >= 64} <= {bucket.num_tokens for bucket in table.mixed}
