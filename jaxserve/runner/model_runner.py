@@ -32,6 +32,7 @@ from jaxserve.runner.programs import HeadVariant, StepVariant
 from jaxserve.runner.prompt_scoring import PromptScorer
 from jaxserve.runner.rank_batches import RankBatches, sampling_rows
 from jaxserve.runner.served_model import ModelBuilder
+from jaxserve.runner.small_chunks import SmallChunks
 from jaxserve.runner.state_updates import StateUpdates
 from jaxserve.runner.token_masks import changed_masks
 from jaxserve.sampling.metadata import Feature
@@ -70,6 +71,7 @@ class JaxModelRunner:
         self.kernels = DeviceKernels(self.platform)
         self.counter = CompilationCounter()
         self.startup_seconds: dict[str, float] = {}
+        self._small_chunks: SmallChunks | None = None
 
     @property
     def model(self) -> Model:
@@ -163,6 +165,8 @@ class JaxModelRunner:
         self._updates = StateUpdates(self.placement, programs.compiled, max_num_seqs, vocab_size)
         self._scorer = PromptScorer(self.placement, programs.compiled, self.params)
         self.state = self.placement.zeros(programs.state)
+        if programs.shapes.fixed_input:
+            self._small_chunks = SmallChunks(self.placement.local_devices)
         heads, smallest_step = programs.heads or [None], programs.variants[-1]
         for _ in range(runs):
             for variant, head in zip_longest(programs.variants, heads, fillvalue=None):
@@ -343,5 +347,7 @@ class JaxModelRunner:
         for leaf in jax.tree.leaves([getattr(self, name, None) for name in ("params", "state")]):
             if not leaf.is_deleted():
                 leaf.delete()
+        if self._small_chunks is not None:
+            self._small_chunks.close()
         if hasattr(self, "programs"):
             self.programs.compiled = {}
