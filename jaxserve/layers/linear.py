@@ -104,10 +104,13 @@ def split_linear(
 
 
 def _computes(
-    kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bool = False, residual: bool = False
-) -> bool:
+    kernel: DenseMatmul, x: jax.Array, weight: jax.Array, *, gated: bool = False, residual: bool = False,
+    num_rows: int | None = None,
+) -> bool:  # fmt: skip
+    """Whether the kernel does, these rows or so many."""
     outputs, inner = weight.shape
-    why_not = kernel.why_not(x.shape[0], outputs, inner, weight.dtype, gated=gated, residual=residual)
+    num_rows = num_rows or x.shape[0]
+    why_not = kernel.why_not(num_rows, outputs, inner, weight.dtype, gated=gated, residual=residual)
     return x.dtype == weight.dtype and why_not is None
 
 
@@ -118,10 +121,12 @@ def _product(
     """float32 operands are multiplied as float32 on every device; accelerators would round them otherwise.
 
     Of a batch-invariant engine, what a residual joins is rounded once, with it: by the kernel that adds it too, or by
-    XLA, which has cuBLAS do so. A kernel's product alone is rounded before.
+    XLA, which has cuBLAS do so. A kernel's product alone is rounded before; so are those of weights that it does not
+    take.
     """
     invariant = kernel is not None and kernel.invariant
-    if kernel is not None and not (invariant and joins) and _computes(kernel, x, weight):
+    joins = joins and invariant and _computes(kernel, x, weight, residual=True, num_rows=1)
+    if kernel is not None and not joins and _computes(kernel, x, weight):
         return kernel(x, weight, out_dtype=jnp.dtype(result), ahead=ahead)
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     if weight_first and 1 < x.shape[0] <= WEIGHT_FIRST_TOKENS:

@@ -3,7 +3,8 @@
 A step's shape is its token count alone: rows follow from it, so the number of programs is linear in the number of
 buckets, never a product. Token counts are 1 and powers of two from 8 up to the budget (a step of 2 or 4 tokens costs
 what one of 8 does: it reads the same weights); a step that only decodes has as many rows as tokens. A fine table has
-further sizes where arithmetic begins to limit a step, and padding costs what tokens do.
+further sizes where arithmetic begins to limit a step, and padding costs what tokens do; a batch-invariant engine's of
+decode steps only those that it has of others.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class CompilationCounter:
 
 
 class Compilation:
-    """Programs in the making: one thread loads and lowers them from now on, a pool compiles them once it may.
+    """Programs in the making: one thread loads and lowers them from now on, a pool compiles them once it may. Kernels
+    need no device to try things out on, and are compiled at once.
 
     Whoever begins one ends it, by ``result`` or by ``cancel``.
 
@@ -133,6 +134,7 @@ class Compilation:
         """Make no further program, and wait for those that are being made."""
         self._cancelled = True
         self._may_compile.set()
+        self._kernels.stop()
         self._shut_down()
 
     def _shut_down(self) -> None:
@@ -250,40 +252,53 @@ class _KernelsFirst:
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._condition = threading.Condition()
-        self._left = self._begun = 0
-        self._more = False
+        self._begun: set[object] = set()
+        self._left = 0
+        self._more = self._stopped = False
 
     @contextlib.contextmanager
     def lowering(self) -> Generator[None, None, None]:
         """Of one program, on this thread: whatever new kernels it has are compiled from then on."""
-        before = self._begun
+        before = len(self._begun)
         try:
             with new_kernels_to(self._compile):
                 yield
         finally:
-            self._expect(self._begun > before)
+            self._expect(len(self._begun) > before)
 
     def all_lowered(self) -> None:
         """No more will come."""
         self._expect(False)
 
     def wait(self) -> None:
-        """Until none is left."""
+        """Until none is left, or all are given up."""
         with self._condition:
-            self._condition.wait_for(lambda: self._left == 0 and not self._more)
+            self._condition.wait_for(lambda: self._stopped or (self._left == 0 and not self._more))
+
+    def stop(self) -> None:
+        """Compile no further one, and keep nobody waiting."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def shut_down(self) -> None:
-        self._expect(False)
+        """Wait for the one that is being compiled."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, module: KernelModule) -> None:
-        """Begin to; whether it can be compiled shows in the programs with it."""
+        """Begin to, once; whether it can be compiled shows in the programs with it."""
         with self._condition:
+            if self._stopped or module.digest in self._begun:
+                return
+            self._begun.add(module.digest)
+            future = self._thread.submit(compile_alone, module)
             self._left += 1
-            self._begun += 1
-        self._thread.submit(compile_alone, module).add_done_callback(self._done)
+        future.add_done_callback(self._done)
 
-    def _done(self, _: object) -> None:
+    def _done(self, future: concurrent.futures.Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            logger.debug("A kernel could not be compiled alone", exc_info=error)
         with self._condition:
             self._left -= 1
             self._condition.notify_all()

@@ -3,8 +3,8 @@
 What could make them depend on the rest of the step, on a GPU:
 
 * Products: XLA times algorithms for each number of rows and takes the fastest, split-K among them. A kernel with one
-  order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). Its table says beyond how many
-  rows of which weight XLA takes over, whose choice is pinned (``PINNED_PRODUCTS``) and then has the same bits. Weights
+  order for all numbers of rows multiplies instead (``pallas_kernels.dense_matmul``). Its table says for which numbers
+  of rows of which weight XLA does, whose choice is pinned (``PINNED_PRODUCTS``) and then has the same bits. Weights
   that it does not take are pinned XLA's for all numbers of rows. No step has fewer than 8, since for one row even
   pinned products are another algorithm.
 * Norms: their sums are a kernel's of ours (``fixed_norm``).
@@ -26,7 +26,8 @@ from pallas_kernels.rms_norm.dispatch import PLAIN, OnesNorm, RMSNorm, fixed_nor
 
 CompilerOptions = tuple[tuple[str, bool | int | str], ...]
 PINNED_PRODUCTS: CompilerOptions = (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False))
-"""cuBLAS' first choice, untimed: the same bits for all numbers of rows from 2 to 16,384 that were tried on an H200."""
+"""cuBLAS' first choice, untimed: alone the same bits for all numbers of rows from 2 to 16,384 that were tried on an
+H200, in an engine for all but 192."""
 FEWEST_ROWS = 8
 """Of a step on a GPU: padding beyond it costs nothing there."""
 

@@ -165,8 +165,7 @@ class JaxModelRunner:
         self._updates = StateUpdates(self.placement, programs.compiled, max_num_seqs, vocab_size)
         self._scorer = PromptScorer(self.placement, programs.compiled, self.params)
         self.state = self.placement.zeros(programs.state)
-        if programs.shapes.fixed_input:
-            self._small_chunks = SmallChunks(self.placement.local_devices)
+        self._make_small_chunks()
         heads, smallest_step = programs.heads or [None], programs.variants[-1]
         for _ in range(runs):
             for variant, head in zip_longest(programs.variants, heads, fillvalue=None):
@@ -179,6 +178,11 @@ class JaxModelRunner:
         jax.block_until_ready((scored, self.state))
         self._rows = RankBatches(ranks, max_num_seqs, vocab_size)
         self._note("warm-up", started)
+
+    def _make_small_chunks(self) -> None:
+        """After the state, parts of which would take them."""
+        if self.programs.shapes.fixed_input:
+            self._small_chunks = SmallChunks(self.placement.local_devices)
 
     def _warm_up_step(self, variant: StepVariant, head: HeadVariant | None) -> jax.Array:
         """Run a step on padding; the hidden states."""
@@ -332,7 +336,10 @@ class JaxModelRunner:
         """After a step failed: start again from empty rows and, where the step took it along, an empty cache."""
         self._rows.clear()
         jax.tree.map(lambda leaf: None if leaf.is_deleted() else leaf.delete(), self.state)
+        if self._small_chunks is not None:
+            self._small_chunks.close()
         self.state = self.placement.zeros(self.programs.state)
+        self._make_small_chunks()
 
     def num_compilations(self) -> int:
         """Compilations since ``initialize`` returned."""

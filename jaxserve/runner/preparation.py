@@ -46,7 +46,7 @@ class Preparation:
     def begin(self) -> None:
         """Begin to lower the programs, which no weights are needed for but to know how large the cache will be.
 
-        Not where only the weights, or a compilation, tell. Nothing is compiled before they are loaded: compilers try
+        Not where only the weights, or a compilation, tell. No program is compiled before they are loaded: compilers try
         things out on the device, and between the weights that would leave holes.
         """
         if jax.process_count() > 1 or not (self._sizer.is_given or self._programs.style.fixed_addresses):

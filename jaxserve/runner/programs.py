@@ -573,14 +573,14 @@ class StepPrograms:
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
         """What lowers each program. Those that compile longest come first: large steps, but on a GPU small ones, for
-        whose numbers of rows there are kernels."""
-        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+        whose numbers of rows there are kernels; in a batch-invariant engine for those of heads, too."""
+        steps: dict[Any, Callable[[], jax.stages.Lowered]] = {}
         for variant in reversed(self.variants) if self.shapes.fixed_input else self.variants:
-            lowerings[variant] = partial(self.lower_step, variant)
+            steps[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
-            lowerings[burst] = partial(self.lower_burst, burst)
-        for head in self.heads:
-            lowerings[head] = partial(self.lower_head, head)
+            steps[burst] = partial(self.lower_burst, burst)
+        heads = {head: partial(self.lower_head, head) for head in self.heads}
+        lowerings = heads | steps if self.model.context.batch_invariant else steps | heads
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)

@@ -34,8 +34,8 @@ class GpuDenseMatmul:
         num_sms: multiprocessors to fill; None asks the first device.
         config: instead of the tuning table's.
         always: used for any number of rows, not only where the table says so.
-        invariant: one chunk for all shapes, used for all numbers of rows; from those on for which the table leaves
-            them to XLA, that adds up in the same order.
+        invariant: one chunk for all shapes, used for all numbers of rows but those that the table leaves to XLA, which
+            adds up in the same order there.
         chunks: instead of the shape's own, for measurements.
         interpret: ``plgpu.InterpretGPUParams`` runs it on a CPU.
     """

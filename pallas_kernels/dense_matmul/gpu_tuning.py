@@ -122,7 +122,8 @@ def chunks_of(outputs: int, inner: int) -> int:
 
 def rows_from_table(outputs: int, inner: int, item_size: int, *, gated: bool = False) -> tuple[int, int]:
     """From how many to how many rows the table has this kernel multiply by an [outputs, inner] weight."""
-    first, last = _first_of("used", outputs, inner, item_size, gated=gated) or (1, 0)
+    entry = _first_of("used", outputs, inner, item_size, gated=gated)
+    first, last = (1, 0) if entry is None else entry["rows"]
     return first, last
 
 
@@ -130,16 +131,18 @@ def invariant_multiplies(
     num_rows: int, outputs: int, inner: int, item_size: int, *, gated: bool = False, residual: bool = False
 ) -> bool:
     """Whether ``for_all_rows`` multiplies so many rows by an [outputs, inner] weight; else XLA has the same bits."""
-    most = _first_of("invariant", outputs, inner, item_size, gated=gated, residual=residual) or 0
-    return num_rows <= most or num_rows not in _tuning()["invariant_xla"]
+    if num_rows not in _tuning()["invariant_xla"]:
+        return True
+    entry = _first_of("invariant", outputs, inner, item_size, gated=gated, residual=residual)
+    return entry is not None and (entry["rows"] is None or num_rows <= entry["rows"])
 
 
-def _first_of(name: str, outputs: int, inner: int, item_size: int, **kind: bool) -> Any:
-    """``rows`` of the first entry of a list that is for this product, None if none is."""
+def _first_of(name: str, outputs: int, inner: int, item_size: int, **kind: bool) -> dict[str, Any] | None:
+    """The first entry of a list that is for this product, None if none is."""
     case = dict(outputs=outputs, inner=inner, **kind)
     mib = outputs * inner * item_size / 2**20
     for entry in _tuning()[name]:
         large = mib >= entry.get("mib_from", 0) and outputs >= entry.get("outputs_from", 0)
         if large and all(entry.get(key, value) == value for key, value in case.items()):
-            return entry["rows"]
+            return entry
     return None

@@ -37,6 +37,11 @@ class KernelModule:
 
     attributes: tuple[tuple[str, bytes | bool], ...]
 
+    @property
+    def digest(self) -> object:
+        """Two kernels with the same one are the same."""
+        return dict(self.attributes)["kernel_hash"]
+
 
 def launch(
     build: Callable[[Any], Callable[..., Any]],
@@ -81,11 +86,13 @@ def launch(
 
 
 _taker: ContextVar[Callable[[KernelModule], object] | None] = ContextVar("taker", default=None)
+_compiled_alone: set[object] = set()
+"""Digests."""
 
 
 @contextlib.contextmanager
 def new_kernels_to(take: Callable[[KernelModule], object]) -> Generator[None, None, None]:
-    """Within it, ``take`` is called with every kernel that this thread lowers and that was not lowered before."""
+    """Within it, ``take`` is called with every kernel that this thread launches, until one was compiled alone."""
     token = _taker.set(take)
     try:
         yield
@@ -97,6 +104,7 @@ def compile_alone(module: KernelModule) -> None:
     """Have the runtime compile a kernel, which programs with it then find: a program of nothing but a call of it, which
     nobody runs."""
     alone(module).lower().compile()
+    _compiled_alone.add(module.digest)
 
 
 def alone(module: KernelModule) -> jax.stages.Wrapped:
@@ -116,9 +124,10 @@ class _ModuleCache:
         with self._lock:
             if key not in self._modules:
                 self._modules[key] = make()
-                if (take := _taker.get()) is not None:
-                    take(self._modules[key])
-            return self._modules[key]
+            module = self._modules[key]
+        if (take := _taker.get()) is not None and module.digest not in _compiled_alone:
+            take(module)
+        return module
 
 
 _modules = _ModuleCache()

@@ -126,6 +126,11 @@ def test_an_invariant_kernel_rounds_no_product_that_a_residual_joins() -> None:
         def why_not(self, num_rows: int, *args: Any, residual: bool = False, **kwargs: Any) -> str | None:
             return "too many" if residual and num_rows > 4 else super().why_not(num_rows, *args, **kwargs)
 
+    @dataclass(frozen=True)
+    class OfNoWeight(Kernel):
+        def why_not(self, *args: Any, **kwargs: Any) -> str | None:
+            return "not such a weight"
+
     x, weight, residual = operands(8)
     asked = {}
     for kernel in (FewerWithResidual(), FewerWithResidual().for_all_rows()):
@@ -136,6 +141,13 @@ def test_an_invariant_kernel_rounds_no_product_that_a_residual_joins() -> None:
         split_linear(x, weight, None, context)
         assert [list(each) for each in kernel.asked][-2:] == [["residual"], ["out_dtype"]]
     assert asked == {False: [["out_dtype"]], True: []}
+    context = LayerContext(np.dtype(jnp.bfloat16), BlockedBackend(), dense_matmul=OfNoWeight().for_all_rows())
+    lowered = jax.jit(lambda *given: split_linear(*given[:2], None, context, given[2])).lower(
+        x, weight, residual
+    )
+    assert (
+        lowered.as_text().count("optimization_barrier") == 1
+    )  # XLA's for all numbers of rows: rounded before
 
 
 def test_the_choice_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,8 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
         "invariant": [
             {"gated": True, "rows": 0},
             {"residual": True, "mib_from": 1, "rows": 8},
-            {"residual": True, "rows": 32},
+            {"residual": True, "outputs": 4096, "rows": 32},
+            {"residual": True, "rows": None},
             {"rows": 64},
         ],
         "chunks": [],
@@ -230,6 +231,7 @@ def test_the_table_says_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(invariant, 4096, 64) == [1, 2, 8, 9, 16, 32, 64]
     assert used(invariant, 4096, 64, residual=True) == [1, 2, 8, 9, 16, 32]
     assert used(invariant, 1024, 512, residual=True) == [1, 2, 8, 9]
+    assert used(invariant, 1024, 64, residual=True) == [1, 2, 8, 9, 16, 32, 64, 65]
     assert used(invariant, 1024, 512, gated=True) == [9]
     table["invariant"] = []
     assert used(invariant, 4096, 64) == [9]
