@@ -415,7 +415,7 @@ def compare_bits(tools: Tools, kind: str, shape: tuple[int, int]) -> dict[str, A
     from jaxserve.runner.invariance import PINNED_PRODUCTS
 
     outputs, inner = shape
-    all_rows = [rows for rows in BITS_ROWS if outputs < 65536 or rows <= 256]
+    all_rows = [rows for rows in BITS_ROWS if outputs < 65536 or rows <= 1024]
     weight = tools.random(outputs, inner) * inner**-0.5
     x, residual = tools.random(all_rows[-1], inner), tools.random(all_rows[-1], outputs)
     by_ours = one_chunk(tools, kind)
