@@ -14,15 +14,15 @@ Which kernels the mode makes slower: ``--parts cost --decode '' --prefill '' --t
 
 ops    norms, products, rotation and activation alone: the first row's bits among 8 to 8,192 rows. 50 s for 8B
 bits   requests alone and among up to 511 others, with the mode on: random company, order, cache (warm, cold, written
-       while decoding), token budget, asynchronous scheduling, forced preemptions. 200 situations: 130 s for 8B
+       while decoding), token budget, asynchronous scheduling, forced preemptions. 200 situations: 100 s for 8B
 restart the same requests alone in another process, which finds the programs of the first one. 20 s
 off    as bits, with the mode off. 15 s for 40 situations
 cost   decode, prefill and greedy offline throughput with the mode on and off, and their ratio. 45 s a mode; and with
        ``--profile``, as ``profile_step.py`` takes it, the kernels of such steps, on beside off
 
-An engine has a process of its own: one with the mode on (50 s to start on an H200 without stored programs) for cost and
-bits, one after a restart (10 s), one with the mode off (42 s) for cost and off. A part that fails or takes too long
-costs only itself; ``--save`` has the results of all others. Exits with 1 if a bit differs or a part fails.
+An engine has a process of its own: one with the mode on (33 to 40 s to start on an H200 without stored programs) for
+cost and bits, one after a restart (6 s), one with the mode off (35 s) for cost and off. A part that fails or takes too
+long costs only itself; ``--save`` has the results of all others. Exits with 1 if a bit differs or a part fails.
 
 ``--products`` and ``--norm`` exchange what the mode uses, to compare candidates.
 """

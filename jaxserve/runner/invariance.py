@@ -27,7 +27,7 @@ from pallas_kernels.rms_norm.dispatch import PLAIN, OnesNorm, RMSNorm, fixed_nor
 CompilerOptions = tuple[tuple[str, bool | int | str], ...]
 PINNED_PRODUCTS: CompilerOptions = (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False))
 """cuBLAS' first choice, untimed: alone the same bits for all numbers of rows from 2 to 16,384 that were tried on an
-H200, in an engine for all but 192."""
+H200, in an engine, it seems, all but 192."""
 FEWEST_ROWS = 8
 """Of a step on a GPU: padding beyond it costs nothing there."""
 

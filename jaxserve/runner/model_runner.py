@@ -181,7 +181,7 @@ class JaxModelRunner:
 
     def _make_small_chunks(self) -> None:
         """After the state, parts of which would take them."""
-        if self.programs.shapes.fixed_input:
+        if self.programs.shapes.fixed:
             self._small_chunks = SmallChunks(self.placement.local_devices)
 
     def _warm_up_step(self, variant: StepVariant, head: HeadVariant | None) -> jax.Array:

@@ -83,6 +83,11 @@ class ProgramShapes:
     has_experts: bool = False
     """The model has, and a step says how evenly they were used."""
 
+    @property
+    def fixed(self) -> bool:
+        """Steps are programs between fixed addresses."""
+        return self.fixed_input > 0
+
     def state_specs(self) -> DeviceState:
         """How what lives on the devices lies on a mesh: a PartitionSpec for each leaf."""
         values = cache_spec(self.block_axis, split_heads=self.split_kv_heads)
@@ -112,9 +117,8 @@ class ProgramShapes:
         )
 
     def _buffers(self) -> StepBuffers:
-        fixed = self.fixed_input > 0
-        spare = SPARE if fixed else 0
-        imbalance = (Abstract((1 + spare,), jnp.float32),) if fixed and self.has_experts else ()
+        spare = SPARE if self.fixed else 0
+        imbalance = (Abstract((1 + spare,), jnp.float32),) if self.fixed and self.has_experts else ()
         return StepBuffers(
             step_input=Abstract((self.fixed_input + spare,), jnp.int32),
             hidden=Abstract((self.fixed_tokens + spare, self.hidden_size), self.dtype),
@@ -572,10 +576,10 @@ class StepPrograms:
             self._making = None
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program. Those that compile longest come first: large steps, but on a GPU small ones, for
-        whose numbers of rows there are kernels; in a batch-invariant engine for those of heads, too."""
+        """What lowers each program. Those that compile longest come first: large steps; but on a GPU those that bring
+        kernels, small steps, and before them heads, if their logits are a kernel's (in a batch-invariant engine)."""
         steps: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        for variant in reversed(self.variants) if self.shapes.fixed_input else self.variants:
+        for variant in reversed(self.variants) if self.shapes.fixed else self.variants:
             steps[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
             steps[burst] = partial(self.lower_burst, burst)

@@ -17,6 +17,9 @@ from pallas_kernels.grouped_matmul.few import SMALLEST_SUM, Rule
 TOKENS, LANES = 16, 8
 """Rows of a warpgroup's registers; lanes that hold one."""
 
+MOST_EXPERTS = 128
+"""Whose logits of 16 tokens fit into the registers of one warpgroup."""
+
 
 class Best(NamedTuple):
     """What 16 tokens chose; C: their experts, rounded up to a multiple of 8.
@@ -34,6 +37,13 @@ class Best(NamedTuple):
     chosen: jax.Array
     best: jax.Array
     divisor: jax.Array | None
+
+
+def supported(num_experts: int) -> str | None:
+    """Why it cannot choose among so many, None when it can."""
+    if num_experts > MOST_EXPERTS or num_experts % 64:
+        return f"the kernel chooses of 64 or {MOST_EXPERTS} experts, not {num_experts}"
+    return None
 
 
 def layout() -> Any:

@@ -22,10 +22,8 @@ from pallas_kernels.grouped_matmul.gpu_best import TOKENS
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
-MOST_TOKENS, MOST_EXPERTS = 64, 128
-"""Whose logits fit into the registers of four warpgroups."""
-
 WARPGROUPS = 4
+MOST_TOKENS = WARPGROUPS * TOKENS
 
 ALIGNED, LINE = 8, 64
 """Tokens of a product come in such portions; elements that the copy engine moves at a time."""
@@ -38,9 +36,7 @@ def supported(num_tokens: int, num_experts: int) -> str | None:
     """Why the kernel cannot choose, None when it can."""
     if num_tokens > MOST_TOKENS:
         return f"the kernel chooses for up to {MOST_TOKENS} tokens, not {num_tokens}"
-    if num_experts > MOST_EXPERTS or num_experts % 64:
-        return f"the kernel chooses of 64 or {MOST_EXPERTS} experts, not {num_experts}"
-    return None
+    return gpu_best.supported(num_experts)
 
 
 def choose(

@@ -25,20 +25,15 @@ from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
-MOST_EXPERTS = 128
-"""Whose logits of 16 tokens fit into the registers of one warpgroup, and that so many warpgroups multiply for."""
-
 WARPGROUPS, EXPERTS = BLOCK // TOKENS, 64
-"""Of a CTA; experts that one of them multiplies for."""
+"""Of a CTA; experts that one of them multiplies for: ``gpu_best.MOST_EXPERTS`` in all."""
 
 
 def supported(num_tokens: int, num_experts: int) -> str | None:
     """Why the kernel cannot route, None when it can."""
     if num_tokens % BLOCK:
         return f"the kernel routes multiples of {BLOCK} tokens, not {num_tokens}"
-    if num_experts > MOST_EXPERTS or num_experts % 64:
-        return f"the kernel chooses of 64 or {MOST_EXPERTS} experts, not {num_experts}"
-    return None
+    return gpu_best.supported(num_experts)
 
 
 def route(logits: jax.Array, live: jax.Array, rule: Rule, *, num_sms: int, interpret: Any = None) -> Routed:

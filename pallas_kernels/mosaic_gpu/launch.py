@@ -87,12 +87,12 @@ def launch(
 
 _taker: ContextVar[Callable[[KernelModule], object] | None] = ContextVar("taker", default=None)
 _compiled_alone: set[object] = set()
-"""Digests."""
+"""Digests of kernels that the runtime has."""
 
 
 @contextlib.contextmanager
 def new_kernels_to(take: Callable[[KernelModule], object]) -> Generator[None, None, None]:
-    """Within it, ``take`` is called with every kernel that this thread launches, until one was compiled alone."""
+    """Within it, ``take`` is called with every kernel that this thread launches, until that was compiled alone."""
     token = _taker.set(take)
     try:
         yield
