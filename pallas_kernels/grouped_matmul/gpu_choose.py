@@ -28,7 +28,7 @@ MOST_TOKENS = WARPGROUPS * TOKENS
 ALIGNED, LINE = 8, 64
 """Tokens of a product come in such portions; elements that the copy engine moves at a time."""
 
-MOST_COPIED, MOST_LINES = 160 * 1024, 256
+MOST_COPIED, MOST_LINES = 144 * 1024, 256
 """Bytes of tokens for which the logits leave room in shared memory; lines of a token in one copy."""
 
 
@@ -71,6 +71,7 @@ def choose(
         thread_name="warpgroup",
         scratch_types=dict(
             logits_s=plgpu.SMEM((size, num_experts), jnp.float32),
+            chosen_s=plgpu.SMEM((size, num_experts), jnp.float32),
             load_s=plgpu.SMEM((num_experts,), jnp.int32),
             up_to_s=plgpu.SMEM((num_experts,), jnp.int32),
             full=plgpu.Barrier(),
@@ -111,7 +112,8 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
         return jnp.sum(jnp.where(condition, one, zero), axis=1).astype(jnp.int32)
 
     def choose_experts(
-        logits, live_tokens, *refs, logits_s, load_s, up_to_s, full, all_done, x_s=None, x_full=None
+        logits, live_tokens, *refs,
+        logits_s, chosen_s, load_s, up_to_s, full, all_done, x_s=None, x_full=None,
     ):
         x, refs = (refs[0], refs[1:]) if pads else (None, refs)
         weights, used, up_to, load, zeros, *rows_out = refs
@@ -139,7 +141,9 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
                 weights.at[:, tokens].T, gpu_best.divided(jnp.where(chosen, scores, zero), best.divisor, rule)
             )
             one = gpu_best.filled((TOKENS, num_experts), 1.0, jnp.float32)
-            store(logits_s.at[tokens], jnp.where(chosen, one, zero))  # only their own warpgroup has read them
+            # Not over the logits: how the copy engine brings those decides how the compiler swizzles their memory, and
+            # with a number of tokens other than eights it then reads the transposed at other places (jax 0.11.2).
+            store(chosen_s.at[tokens], jnp.where(chosen, one, zero))
 
         if pads:
 
@@ -153,7 +157,7 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
             plgpu.barrier_wait(all_done)
 
         wait_for_all()
-        chosen = plgpu.load(logits_s.at[:, experts].T, layout=layout, optimized=False)
+        chosen = plgpu.load(chosen_s.at[:, experts].T, layout=layout, optimized=False)
         got = jnp.sum(chosen, axis=1).astype(jnp.int32)
         store(load_s.at[experts], got)
         store(load.at[experts], got)
