@@ -3,9 +3,7 @@
 Central idea: lowering is Python, hence one thread's work, and with a program for every shape it is what a start waits
 for. So it begins before the weights are loaded, nothing else of Python's runs while it lasts (no garbage collection, no
 storing of what is compiled already, which holds the interpreter for as long as lowering a program takes), and threads
-that compile make way for it. A Mosaic GPU kernel is compiled as soon as it is lowered, and no program is begun while
-programs bring new ones: the runtime would have a kernel wait for all programs that are being compiled, and those with
-the kernel wait for it (``pallas_kernels.mosaic_gpu.launch``).
+that compile make way for it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from typing import Any
 import jax
 
 from jaxserve.runner.program_store import SETTINGS, ProgramStore, prune
-from pallas_kernels.mosaic_gpu.launch import KernelModule, compile_alone, new_kernels_to
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +76,12 @@ class CompilationCounter:
 
 
 class Compilation:
-    """Programs in the making: one thread loads and lowers them from now on, a pool compiles them once it may. Kernels
-    need no device to try things out on, and are compiled at once.
+    """Programs in the making: one thread loads and lowers them from now on, a pool compiles them once it may.
 
     Whoever begins one ends it, by ``result`` or by ``cancel``.
 
     Args:
-        lowerings: key -> a function that lowers its program; those that compile longest, or with most kernels, first.
+        lowerings: key -> a function that lowers its program; those that compile longest first.
         store: of this engine.
         progress: called with (programs ready, programs in all).
         name: what a key is called in the log and by errors.
@@ -106,7 +102,6 @@ class Compilation:
         self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, initializer=_make_way)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._kernels = _KernelsFirst()
         settings = {name: getattr(jax.config, name) for name in SETTINGS}
         try:
             self._programs = self._thread.submit(self._make, settings)
@@ -134,12 +129,10 @@ class Compilation:
         """Make no further program, and wait for those that are being made."""
         self._cancelled = True
         self._may_compile.set()
-        self._kernels.stop()
         self._shut_down()
 
     def _shut_down(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        self._kernels.shut_down()
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, settings: dict[str, Any]) -> dict[Any, jax.stages.Compiled]:
@@ -164,9 +157,7 @@ class Compilation:
             for key in self._lowerings:
                 if key in programs:
                     continue
-                with self._kernels.lowering():
-                    lowered = self._lower(key)
-                future = self._pool.submit(self._compile, key, *lowered)
+                future = self._pool.submit(self._compile, key, *self._lower(key))
                 making[future] = key
                 unstored.add(future)
                 while len(making) - self._begun > self._num_threads:  # the next one is in no hurry
@@ -174,14 +165,13 @@ class Compilation:
                     if done is None:
                         break
                     keep(done)
-        self._kernels.all_lowered()
-        lowered_until, lowering = self._now(), time.thread_time() - lowering
+        lowered, lowering = self._now(), time.thread_time() - lowering
         for done in concurrent.futures.as_completed(list(unstored)):
             keep(done)
         logger.debug(
             "%d programs, %d of them stored, in %.1f s; lowered until %.1f s, for %.1f s of the processor's; "
             "%.1f s of the processor's in all, on %d threads",
-            len(programs), len(programs) - len(making), self._now(), lowered_until, lowering,
+            len(programs), len(programs) - len(making), self._now(), lowered, lowering,
             _processor_seconds() - self._processor_seconds, self._num_threads,
         )  # fmt: skip
         return {key: programs[key] for key in self._lowerings}
@@ -204,7 +194,6 @@ class Compilation:
 
     def _compile(self, key: Any, lowered: jax.stages.Lowered, when_lowered: tuple[float, float]) -> _Made:
         self._may_compile.wait()
-        self._kernels.wait()
         if self._cancelled:
             raise concurrent.futures.CancelledError
         with self._lock:
@@ -243,70 +232,6 @@ class Compilation:
     def _now(self) -> float:
         """Seconds since the beginning."""
         return time.monotonic() - self._started
-
-
-class _KernelsFirst:
-    """Compiles kernels one after another, on a thread of its own, and lets others wait while there are any, or more may
-    come: the last program that was lowered had new ones."""
-
-    def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._condition = threading.Condition()
-        self._begun: set[object] = set()
-        self._left = 0
-        self._more = self._stopped = False
-
-    @contextlib.contextmanager
-    def lowering(self) -> Generator[None, None, None]:
-        """Of one program, on this thread: whatever new kernels it has are compiled from then on."""
-        before = len(self._begun)
-        try:
-            with new_kernels_to(self._compile):
-                yield
-        finally:
-            self._expect(len(self._begun) > before)
-
-    def all_lowered(self) -> None:
-        """No more will come."""
-        self._expect(False)
-
-    def wait(self) -> None:
-        """Until none is left, or all are given up."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._stopped or (self._left == 0 and not self._more))
-
-    def stop(self) -> None:
-        """Compile no further one, and keep nobody waiting."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def shut_down(self) -> None:
-        """Wait for the one that is being compiled."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _compile(self, module: KernelModule) -> None:
-        """Begin to, once; whether it can be compiled shows in the programs with it."""
-        with self._condition:
-            if self._stopped or module.digest in self._begun:
-                return
-            self._begun.add(module.digest)
-            future = self._thread.submit(compile_alone, module)
-            self._left += 1
-        future.add_done_callback(self._done)
-
-    def _done(self, future: concurrent.futures.Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:
-            logger.debug("A kernel could not be compiled alone", exc_info=error)
-        with self._condition:
-            self._left -= 1
-            self._condition.notify_all()
-
-    def _expect(self, more: bool) -> None:
-        with self._condition:
-            self._more = more
-            self._condition.notify_all()
 
 
 @dataclass(frozen=True)

@@ -576,15 +576,14 @@ class StepPrograms:
             self._making = None
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program. Those that compile longest come first: large steps; but on a GPU those that bring
-        kernels, small steps, and before them heads, if their logits are a kernel's (in a batch-invariant engine)."""
-        steps: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        for variant in reversed(self.variants) if self.shapes.fixed else self.variants:
-            steps[variant] = partial(self.lower_step, variant)
+        """What lowers each program. Those that compile longest come first."""
+        lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+        for variant in self.variants:
+            lowerings[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
-            steps[burst] = partial(self.lower_burst, burst)
-        heads = {head: partial(self.lower_head, head) for head in self.heads}
-        lowerings = heads | steps if self.model.context.batch_invariant else steps | heads
+            lowerings[burst] = partial(self.lower_burst, burst)
+        for head in self.heads:
+            lowerings[head] = partial(self.lower_head, head)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)

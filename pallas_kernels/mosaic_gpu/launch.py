@@ -3,10 +3,8 @@
 Central idea: a kernel's code depends on a batch's padded sizes only through the leading dimension of its operands,
 which a row-major pointer does not know. So each kernel is lowered once, for ``MOST`` tokens and rows, and every step
 program calls that same module with its own, smaller arrays. Lowering a kernel costs a second of Python and compiling
-it another one that the runtime does not keep on disk: with a kernel for every bucket an engine took two minutes to
-start. It compiles one kernel at a time, and none while XLA has LLVM at work on any program, with nobody in turn: beside
-many programs a kernel waits until all of them are done. ``new_kernels_to`` and ``compile_alone`` are for whoever lets
-kernels go first.
+it another one that the runtime neither shares between threads nor keeps on disk: with a kernel for every bucket an
+engine took two minutes to start.
 
 What a kernel launched like this must do: take the sizes from its operands (never from ``ref.shape[0]`` of a batched
 one) and touch nothing past them, since nothing checks the bounds.
@@ -14,16 +12,13 @@ one) and touch nothing past them, since nothing checks the bounds.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 MOST = 1 << 16
 """Tokens or rows that a kernel's operands are declared with; larger batches get a kernel of their own."""
@@ -36,11 +31,6 @@ class KernelModule:
     """A lowered kernel: the attributes of its custom call."""
 
     attributes: tuple[tuple[str, bytes | bool], ...]
-
-    @property
-    def digest(self) -> object:
-        """Two kernels with the same one are the same."""
-        return dict(self.attributes)["kernel_hash"]
 
 
 def launch(
@@ -85,34 +75,6 @@ def launch(
     return tuple(results[:num_out])
 
 
-_taker: ContextVar[Callable[[KernelModule], object] | None] = ContextVar("taker", default=None)
-_compiled_alone: set[object] = set()
-"""Digests of kernels that the runtime has."""
-
-
-@contextlib.contextmanager
-def new_kernels_to(take: Callable[[KernelModule], object]) -> Generator[None, None, None]:
-    """Within it, ``take`` is called with every kernel that this thread launches, until that was compiled alone."""
-    token = _taker.set(take)
-    try:
-        yield
-    finally:
-        _taker.reset(token)
-
-
-def compile_alone(module: KernelModule) -> None:
-    """Have the runtime compile a kernel, which programs with it then find: a program of nothing but a call of it, which
-    nobody runs."""
-    alone(module).lower().compile()
-    _compiled_alone.add(module.digest)
-
-
-def alone(module: KernelModule) -> jax.stages.Wrapped:
-    """That program. The call has no operands, which the runtime would look at only to run it."""
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))
-    return jax.jit(lambda: call(**dict(module.attributes)))
-
-
 class _ModuleCache:
     """Lowered kernels of this process. ``build`` is a closure, so what identifies it is the caller's key."""
 
@@ -124,10 +86,7 @@ class _ModuleCache:
         with self._lock:
             if key not in self._modules:
                 self._modules[key] = make()
-            module = self._modules[key]
-        if (take := _taker.get()) is not None and module.digest not in _compiled_alone:
-            take(module)
-        return module
+            return self._modules[key]
 
 
 _modules = _ModuleCache()

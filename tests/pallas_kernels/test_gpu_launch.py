@@ -65,32 +65,6 @@ def test_the_calls_take_the_programs_own_arrays():
         assert "output_operand_alias" in call
 
 
-def test_kernels_are_told_until_they_are_compiled_which_takes_no_program(monkeypatch):
-    from pallas_kernels.mosaic_gpu import launch as gpu_launch
-
-    monkeypatch.setattr(gpu_launch, "_compiled_alone", set())
-    told: list[gpu_launch.KernelModule] = []
-
-    def digests() -> set[object]:
-        told.clear()
-        jax.clear_caches()  # of what is traced, which launches nothing again
-        with gpu_launch.new_kernels_to(told.append):
-            text = lowered(64, 64, decode_only=True)
-        lowered(64, 8, decode_only=False)
-        assert len(hashes(text)) == 1
-        return {each.digest for each in told}
-
-    [digest] = digests()
-    kernel = told[0]
-    program = gpu_launch.alone(kernel).trace().lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("custom_call @") == 1
-    assert hashes(program) == hashes(lowered(8, 8, decode_only=True))
-    assert digests() == {digest}
-    monkeypatch.setattr(gpu_launch, "alone", lambda _: jax.jit(lambda: 0))
-    gpu_launch.compile_alone(kernel)
-    assert digests() == set()
-
-
 def test_a_larger_batch_gets_its_own_kernel(monkeypatch):
     from pallas_kernels.mosaic_gpu import launch as gpu_launch
 

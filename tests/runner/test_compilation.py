@@ -5,14 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import threading
-import time
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxserve.runner.compilation import Compilation
-from pallas_kernels.mosaic_gpu import launch
 
 pytestmark = pytest.mark.device
 PATIENCE = 60.0
@@ -94,87 +92,6 @@ def test_what_waits_to_be_compiled_leaves_time_to_store(monkeypatch):
     lowerings |= {"b": lambda: SimpleNamespace(compile=compile_second), "c": lower_third}
     assert set(Compilation(lowerings, recorder).result().values()) == set("ABCDE")
     assert recorder.events.index(("save", "a")) < recorder.events.index(("lower", "e"))
-
-
-def lower_with_kernels(recorder: Recorder, name: str, *kernels: str):
-    take = launch._taker.get()
-    assert take is not None
-    for each in kernels:
-        take(SimpleNamespace(digest=each))
-    return recorder.lowerings(name)[name]()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_kernels_are_compiled_before_any_program_is_begun(monkeypatch, fails):
-    """Once, and also while none is left but programs go on bringing new ones. One that cannot be compiled keeps nobody
-    waiting."""
-    recorder, done = Recorder(), threading.Event()
-
-    def compile_alone(kernel) -> None:
-        recorder.note("kernel", kernel.digest)
-        done.set()
-        if fails:
-            raise RuntimeError(kernel.digest)
-
-    def lower_second():
-        assert done.wait(PATIENCE)
-        time.sleep(0.1)  # in which the first program could begin
-        return lower_with_kernels(recorder, "b", "1", "2")
-
-    monkeypatch.setattr("jaxserve.runner.compilation.compile_alone", compile_alone)
-    making = Compilation(
-        {
-            "a": lambda: lower_with_kernels(recorder, "a", "1"), "b": lower_second,
-            "c": lambda: lower_with_kernels(recorder, "c"),
-        },
-        recorder,
-    )  # fmt: skip
-    assert set(making.result()) == {"a", "b", "c"}
-    happened = [what for what, _ in recorder.events if what in ("kernel", "compile")]
-    assert happened == ["kernel"] * 2 + ["compile"] * 3
-    assert recorder.of("kernel") == ["1", "2"]
-    assert launch._taker.get() is None
-
-
-def test_given_up_it_waits_for_no_further_kernel(monkeypatch):
-    recorder, threads = Recorder(), threading.active_count()
-    begun, may_end = threading.Event(), threading.Event()
-
-    def compile_alone(kernel) -> None:
-        begun.set()
-        assert may_end.wait(PATIENCE)
-        recorder.note("kernel", kernel.digest)
-
-    monkeypatch.setattr("jaxserve.runner.compilation.compile_alone", compile_alone)
-    making = Compilation({"a": lambda: lower_with_kernels(recorder, "a", *"123456")}, recorder)
-    making._may_compile.set()
-    assert begun.wait(PATIENCE)
-    threading.Timer(0.1, may_end.set).start()
-    making.cancel()
-    assert recorder.of("kernel") == ["1"]
-    assert not recorder.of("compile")
-    with pytest.raises(concurrent.futures.CancelledError):
-        making.result()
-    assert threading.active_count() <= threads + 1  # the timer's
-
-
-def test_a_kernel_that_cannot_be_begun_fails_the_start(monkeypatch):
-    """No thread can be started, say: nobody waits for it."""
-
-    def submit(*args: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    recorder = Recorder()
-
-    def lower():
-        monkeypatch.setattr(making._kernels._thread, "submit", submit)
-        return lower_with_kernels(recorder, "a", "1")
-
-    ready = threading.Event()
-    making = Compilation({"a": lambda: ready.wait(PATIENCE) and lower()}, recorder)
-    ready.set()
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        making.result()
 
 
 @pytest.mark.parametrize("fails", ["", "c"])
