@@ -90,6 +90,7 @@ class TracedSteps:
         import jax
 
         if self._seen >= SKIPPED and not self._tracing and not self.dispatches:
+            jax.block_until_ready(self._runner.state)  # whole steps: none that began before
             jax.profiler.start_trace(self._folder, profiler_options=quiet())
             self._tracing = True
         if self.steps >= TRACED and self._tracing:
@@ -101,6 +102,7 @@ class TracedSteps:
 
         if self._tracing:
             self._tracing = False
+            jax.block_until_ready(self._runner.state)  # and none that goes on
             jax.profiler.stop_trace()
 
     def restore(self, core: Any) -> None:
