@@ -11,10 +11,10 @@ padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of f
     python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,1x8192  # all that one model is asked for
     python benchmarks/offline.py --model llama-8b --peer-settings --prefill 16x2048 --throughput
 
-Seconds of 8B on an H200: start 38 to 46 with an empty compile cache, 9 with a warm one; decode 30 for all row counts
-(256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5, of 256 rows 14. 0.6B: a
-third of that and 45 to 53 to start; 30B-A3B: as 8B, and 112 to start. A case that fails or takes longer than
-``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what programs hold: give each its own
+Seconds of 8B on an H200: start 38 to 56 with an empty compile cache (it is the processors'), 9 with a warm one; decode
+30 for all row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5, of
+256 rows 14. 0.6B: a third of that and 45 to 60 to start; 30B-A3B: as 8B, and 112 to 126 to start. A case that fails or
+takes longer than ``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what programs hold: give each its own
 JAXSERVE_CACHE_DIR.
 """
 
