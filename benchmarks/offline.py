@@ -14,8 +14,8 @@ padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of f
 Seconds of 8B on an H200: start 38 to 56 with an empty compile cache (it is the processors'), 9 with a warm one; decode
 30 for all row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5, of
 256 rows 14. 0.6B: a third of that and 45 to 60 to start; 30B-A3B: as 8B, and 112 to 126 to start. A case that fails or
-takes longer than ``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what programs hold: give each its own
-JAXSERVE_CACHE_DIR.
+takes longer than ``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what programs hold:
+give each its own JAXSERVE_CACHE_DIR.
 """
 
 from __future__ import annotations

@@ -576,14 +576,15 @@ class StepPrograms:
             self._making = None
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program. Those that compile longest come first."""
+        """What lowers each program. Those that compile longest come first; heads before steps, whose Mosaic GPU kernels
+        the runtime compiles only while LLVM works on no program: so steps are not kept waiting for heads."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
+        for head in self.heads:
+            lowerings[head] = partial(self.lower_head, head)
         for variant in self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
             lowerings[burst] = partial(self.lower_burst, burst)
-        for head in self.heads:
-            lowerings[head] = partial(self.lower_head, head)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)
