@@ -15,6 +15,7 @@ from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import (
     FEWEST_LOGITS,
+    LAUNCHED,
     LIBRARY_PRODUCTS,
     UNTUNED,
     BurstVariant,
@@ -28,6 +29,7 @@ from jaxserve.runner.served_model import ServedModel
 from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.weight_traffic import weight_bytes_read
 from jaxserve.step import BurstLimits
+from pallas_kernels.mosaic_gpu import overlap
 
 
 class EnginePrograms:
@@ -73,7 +75,7 @@ class EnginePrograms:
             shapes = self._with_buffers(shapes, bursts)
         return StepPrograms(
             self.served.model, self.builder, shapes, variants, self._open_store(self.description()), self.placement,
-            *((LIBRARY_PRODUCTS, UNTUNED) if on_gpu else ((), ())), bursts,
+            *((LIBRARY_PRODUCTS, UNTUNED, LAUNCHED if overlap.enabled else ()) if on_gpu else ((), (), ())), bursts,
         )  # fmt: skip
 
     def description(self) -> str:
@@ -82,7 +84,7 @@ class EnginePrograms:
         return repr((
             served.hf_config, served.dtype, self._invariance.platform, served.backend.name, sorted(model.specs.items()),
             sorted(map(repr, model.attention_options)), self._config.parallel_config,
-            self._invariance, model.context.peer_all_reduce,
+            self._invariance, model.context.peer_all_reduce, overlap.enabled,
         ))  # fmt: skip
 
     def _make_builder(self) -> BatchBuilder:

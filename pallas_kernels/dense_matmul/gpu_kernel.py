@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dense_matmul.gpu_case import Case
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS
+from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.primitives import add_and_fetch, store
 
 
@@ -60,6 +61,8 @@ def kernel_body(case: Case, dtype: Any) -> Any:
             output = pl.multiple_of((block * case.config.consumers + consumer) * ROWS, ROWS)
             return tokens, output, output, output < case.outputs
 
+        overlap.let_next_begin(compiled=case.atomic)
+
         @pl.when(warpgroup == consumers)
         def _producer():
             if consumers == 2:
@@ -87,35 +90,61 @@ def kernel_body(case: Case, dtype: Any) -> Any:
                     steps = jnp.int32(config.ahead * 128 // coming.step)
                     walk(its_line, worker + turn * case.num_workers, bring, steps)
 
+            def inner(tile, at):
+                first = (at - tile * line.steps) * step_size
+                return pl.ds(pl.multiple_of(first, step_size), step_size)
+
+            def load_weights(tile, at, slot):
+                for consumer in range(consumers):
+                    _, row, _, exists = place(case, tile, consumer)
+
+                    @pl.when(exists)
+                    def _load(consumer=consumer, row=row):
+                        plgpu.copy_gmem_to_smem(
+                            weight.at[pl.ds(row, ROWS), inner(tile, at)],
+                            weights_s.at[slot, consumer],
+                            full.at[slot],
+                        )
+
+                    # The arrival that the copy would make.
+                    pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+
+            def load_early(item, done):
+                """The weights of the first steps, which no kernel writes."""
+                tile, _, start, stop, _, _ = item
+
+                def one_step(at, done):
+                    load_weights(tile, at, done)
+                    return done + 1
+
+                return lax.fori_loop(start, start + jnp.minimum(stop - start, stages - done), one_step, done)
+
             def load(item, done):
                 tile, _, start, stop, _, _ = item
 
                 def one_step(at, done):
                     slot = lax.rem(done, stages)
-                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    first = (at - tile * line.steps) * step_size
-                    inner = pl.ds(pl.multiple_of(first, step_size), step_size)
-                    for consumer in range(consumers):
-                        tokens, row, _, exists = place(case, tile, consumer)
 
-                        @pl.when(exists)
-                        def _load(consumer=consumer, row=row):
-                            plgpu.copy_gmem_to_smem(
-                                weight.at[pl.ds(row, ROWS), inner],
-                                weights_s.at[slot, consumer],
-                                full.at[slot],
-                            )
+                    def reload():
+                        plgpu.barrier_wait(free.at[slot])
+                        if case.early:
+                            load_weights(tile, at, slot)
 
-                        # The arrival that the copy would make.
-                        pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+                    pl.when(done >= stages)(reload)
+                    if not case.early:
+                        load_weights(tile, at, slot)
+                    tokens = place(case, tile, 0)[0]
                     plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(tokens, width), inner], tokens_s.at[slot], full.at[slot],
+                        x.at[pl.ds(tokens, width), inner(tile, at)], tokens_s.at[slot], full.at[slot],
                         collective_axes="cluster" if cluster > 1 else None,
                     )  # fmt: skip
                     return done + 1
 
                 return lax.fori_loop(start, stop, one_step, done)
 
+            if case.early:
+                walk(line, worker, load_early, jnp.int32(0))
+            overlap.wait_for_earlier(compiled=case.atomic)
             done = walk(line, worker, load, jnp.int32(0))
             if case.next is not None:
                 prefetch(case.next)
@@ -127,6 +156,7 @@ def kernel_body(case: Case, dtype: Any) -> Any:
         def _consumer():
             if consumers == 2:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
+            overlap.wait_for_earlier(compiled=case.atomic)
             ours = out_s.at[0 if case.gated else warpgroup]
             loads_early = case.has_residual and width == columns
 

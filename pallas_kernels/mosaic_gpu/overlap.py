@@ -1,0 +1,56 @@
+"""Overlap: a Mosaic GPU kernel that begins while the one before it ends (CUDA's programmatic dependent launch).
+
+Central idea: between two kernels a GPU takes a few microseconds to end the one, to launch the other and to fill its
+pipelines, which is a tenth of a decode step. A kernel that overlaps is launched once all CTAs of the one before have
+begun; its own begin as multiprocessors get free, bring what no kernel writes (weights), and wait with all else. Every
+kernel that overlaps waits, so whoever has waited sees what all kernels before it wrote, not only the last.
+
+It takes kernels that are launched one after another. In a CUDA graph each begins when the one before has ended: XLA (of
+jax 0.11) puts a kernel like these there as a graph of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+enabled = False
+"""Kernels that are lowered from now on overlap. Not measured yet: ``benchmarks/offline.py --overlap`` has it on."""
+
+
+def let_next_begin(*, compiled: bool) -> None:
+    """The kernel that comes next may be launched once every CTA has come here, or ended.
+
+    Args:
+        compiled: not interpreted.
+    """
+    if enabled and compiled:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def wait_for_earlier(*, compiled: bool) -> None:
+    """Wait until all earlier kernels have ended and what they wrote can be seen. Before it nothing may be read that a
+    kernel writes, and nothing written; each warpgroup waits for itself.
+
+    Args:
+        compiled: not interpreted.
+    """
+    if enabled and compiled:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.griddepcontrol_wait()
+
+
+def waits_first(body: Callable[..., None], *, compiled: bool) -> Callable[..., None]:
+    """The body of a kernel that brings nothing before it waits."""
+
+    @functools.wraps(body)
+    def kernel(*refs: Any, **scratch: Any) -> None:
+        let_next_begin(compiled=compiled)
+        wait_for_earlier(compiled=compiled)
+        body(*refs, **scratch)
+
+    return kernel
