@@ -2,11 +2,12 @@
 
 Central idea: between two kernels a GPU takes a few microseconds to end the one, to launch the other and to fill its
 pipelines, which is a tenth of a decode step. A kernel that overlaps is launched once all CTAs of the one before have
-begun; its own begin as multiprocessors get free, bring what no kernel writes (weights), and wait with all else. Every
-kernel that overlaps waits, so whoever has waited sees what all kernels before it wrote, not only the last.
+begun; its own begin as multiprocessors get free, bring what no kernel writes (weights, where they are arguments of the
+program and not computed in it), and wait with all else. Every kernel that overlaps waits, so whoever has waited sees
+what all kernels before it wrote, not only the last.
 
-It takes kernels that are launched one after another. In a CUDA graph each begins when the one before has ended: XLA (of
-jax 0.11) puts a kernel like these there as a graph of its own.
+It takes kernels that are launched one after another. In a CUDA graph of XLA's, of jax 0.11, each begins when the one
+before has ended, as far as is known.
 """
 
 from __future__ import annotations
