@@ -70,3 +70,20 @@ def test_kernels_of_both_kinds_are_kept_apart(monkeypatch):
     jax.jit(norm).trace(x, weight).lower(lowering_platforms=("cuda",))
     assert len(kept._modules) == 2
     jax.clear_caches()
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(8, 1), (257, 0)])
+def test_norms_of_few_rows_are_kernels_that_overlap(rows, kernels, monkeypatch):
+    """XLA's own would keep the next kernel from beginning."""
+    from pallas_kernels.rms_norm import dispatch, gpu
+
+    monkeypatch.setattr(dispatch, "hopper_why_not", lambda _: None)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda _: 4)
+
+    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return dispatch.PLAIN(jnp.tile(x, (rows // 8 + 1, 1))[:rows], weight[:, 0], 1e-5)
+
+    assert len(lowered(norm, monkeypatch)) == 0
+    monkeypatch.setattr(overlap, "enabled", True)
+    assert len(lowered(norm, monkeypatch)) == kernels
+    jax.clear_caches()
