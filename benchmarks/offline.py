@@ -394,7 +394,7 @@ def main() -> int:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="decode steps' kernels begin while others end, without CUDA graphs",
+        help="kernels of decode steps, not of bursts, begin while others end; they are no graphs",
     )
     parser.add_argument(
         "--split-heads", type=int, help="most tokens for which one kernel norms, rotates and parts heads"

@@ -7,7 +7,8 @@
 where one dispatch holds several decode steps, or prompts take several: 16 x 2,048 tokens, at 8,192 a step, four.
 
 wall     time from one dispatch to the next one's, over the traced steps; of prompts the time of ``generate``
-busy     time in which the device ran anything; the rest of wall is gaps
+busy     time in which the device ran anything; the rest of wall is gaps. Of decode steps wall is that of the steps
+         after the device had nothing to do, and may be less
 kernels  launches a step
 host     time that the runner took to build and dispatch
 

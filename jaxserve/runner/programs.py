@@ -190,9 +190,9 @@ UNTUNED: CompilerOptions = (("xla_gpu_autotune_level", 0),)
 """For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to
 find the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway.
 """
-LAUNCHED: CompilerOptions = (("xla_gpu_graph_min_graph_size", 1 << 30), ("xla_gpu_enable_pdl_launch", True))
-"""For steps that decode, where kernels overlap, on a GPU: they do if they are launched one after another, not as a CUDA
-graph. XLA's own then begin early, too."""
+LAUNCHED: CompilerOptions = (("xla_gpu_graph_min_graph_size", 1 << 30), ("xla_gpu_enable_pdl_launch", False))
+"""For steps that decode and for heads, where kernels overlap, on a GPU: they do if they are launched one after another,
+not as a CUDA graph. XLA's own begin when ours have ended: they might read before they wait."""
 SPARED_ROWS = 16
 """Rows for which the head of twice as many samples as fast as one of their own would."""
 FEWEST_LOGITS = 8
@@ -275,7 +275,7 @@ class StepPrograms:
     Args:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
         untuned_options: further ones, for programs whose speed matters less than that of compiling them.
-        launched_options: further ones, for steps between fixed addresses that decode.
+        launched_options: further ones, for steps between fixed addresses that decode, and for heads.
         bursts: further programs, of several decode steps.
 
     Attributes:
@@ -367,7 +367,8 @@ class StepPrograms:
             features=variant.features,
         )  # fmt: skip
         specs = self._state_specs
-        program = self._placement(LARGE_PRODUCTS, tuned=variant.features != ALL_FEATURES).jit(
+        tuned = variant.features != ALL_FEATURES
+        program = self._placement(LARGE_PRODUCTS, tuned=tuned, launched=True).jit(
             head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
             donate=(1,),
         )  # fmt: skip
@@ -584,15 +585,14 @@ class StepPrograms:
             self._making = None
 
     def _lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program. Those that compile longest come first; heads before steps, whose Mosaic GPU kernels
-        the runtime compiles only while LLVM works on no program: so steps are not kept waiting for heads."""
+        """What lowers each program. Those that compile longest come first."""
         lowerings: dict[Any, Callable[[], jax.stages.Lowered]] = {}
-        for head in self.heads:
-            lowerings[head] = partial(self.lower_head, head)
         for variant in self.variants:
             lowerings[variant] = partial(self.lower_step, variant)
         for burst in self.bursts:
             lowerings[burst] = partial(self.lower_burst, burst)
+        for head in self.heads:
+            lowerings[head] = partial(self.lower_head, head)
         whole = {variant.bucket.num_tokens for variant in self.variants if not variant.fixed}
         for num_tokens in sorted(whole) or [self.shapes.fixed_tokens + SPARE]:
             lowerings["slice_hidden", num_tokens] = partial(self._lower_slice, num_tokens)

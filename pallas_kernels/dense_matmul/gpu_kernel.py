@@ -27,6 +27,9 @@ def kernel_body(case: Case, dtype: Any) -> Any:
         x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_s=None, up_full=None, up_free=None,
         residual_full=None,
     ):  # fmt: skip
+        overlap.let_next_begin(compiled=case.atomic)
+        if not case.early:
+            overlap.wait_for_earlier(compiled=case.atomic)
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
         token_tiles, refs = (refs[0][0], refs[1:]) if case.many_tokens else (1, refs)
         next_weight, refs = (refs[0], refs[1:]) if case.next is not None else (None, refs)
@@ -61,8 +64,6 @@ def kernel_body(case: Case, dtype: Any) -> Any:
             output = pl.multiple_of((block * case.config.consumers + consumer) * ROWS, ROWS)
             return tokens, output, output, output < case.outputs
 
-        overlap.let_next_begin(compiled=case.atomic)
-
         @pl.when(warpgroup == consumers)
         def _producer():
             if consumers == 2:
@@ -90,31 +91,33 @@ def kernel_body(case: Case, dtype: Any) -> Any:
                     steps = jnp.int32(config.ahead * 128 // coming.step)
                     walk(its_line, worker + turn * case.num_workers, bring, steps)
 
-            def inner(tile, at):
+            def inner_of(tile, at):
                 first = (at - tile * line.steps) * step_size
                 return pl.ds(pl.multiple_of(first, step_size), step_size)
 
-            def load_weights(tile, at, slot):
+            def load_weights(tile, inner, slot):
+                """Start loading those of a step; the tile's first token."""
                 for consumer in range(consumers):
-                    _, row, _, exists = place(case, tile, consumer)
+                    tokens, row, _, exists = place(case, tile, consumer)
 
                     @pl.when(exists)
                     def _load(consumer=consumer, row=row):
                         plgpu.copy_gmem_to_smem(
-                            weight.at[pl.ds(row, ROWS), inner(tile, at)],
+                            weight.at[pl.ds(row, ROWS), inner],
                             weights_s.at[slot, consumer],
                             full.at[slot],
                         )
 
                     # The arrival that the copy would make.
                     pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
+                return tokens
 
             def load_early(item, done):
                 """The weights of the first steps, which no kernel writes."""
                 tile, _, start, stop, _, _ = item
 
                 def one_step(at, done):
-                    load_weights(tile, at, done)
+                    load_weights(tile, inner_of(tile, at), done)
                     return done + 1
 
                 return lax.fori_loop(start, start + jnp.minimum(stop - start, stages - done), one_step, done)
@@ -124,18 +127,20 @@ def kernel_body(case: Case, dtype: Any) -> Any:
 
                 def one_step(at, done):
                     slot = lax.rem(done, stages)
+                    if case.early:
 
-                    def reload():
-                        plgpu.barrier_wait(free.at[slot])
-                        if case.early:
-                            load_weights(tile, at, slot)
+                        @pl.when(done >= stages)
+                        def _reload():
+                            plgpu.barrier_wait(free.at[slot])
+                            load_weights(tile, inner_of(tile, at), slot)
 
-                    pl.when(done >= stages)(reload)
-                    if not case.early:
-                        load_weights(tile, at, slot)
-                    tokens = place(case, tile, 0)[0]
+                        inner, tokens = inner_of(tile, at), place(case, tile, 0)[0]
+                    else:
+                        pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                        inner = inner_of(tile, at)
+                        tokens = load_weights(tile, inner, slot)
                     plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(tokens, width), inner(tile, at)], tokens_s.at[slot], full.at[slot],
+                        x.at[pl.ds(tokens, width), inner], tokens_s.at[slot], full.at[slot],
                         collective_axes="cluster" if cluster > 1 else None,
                     )  # fmt: skip
                     return done + 1
@@ -144,7 +149,7 @@ def kernel_body(case: Case, dtype: Any) -> Any:
 
             if case.early:
                 walk(line, worker, load_early, jnp.int32(0))
-            overlap.wait_for_earlier(compiled=case.atomic)
+                overlap.wait_for_earlier(compiled=case.atomic)
             done = walk(line, worker, load, jnp.int32(0))
             if case.next is not None:
                 prefetch(case.next)
@@ -156,7 +161,8 @@ def kernel_body(case: Case, dtype: Any) -> Any:
         def _consumer():
             if consumers == 2:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
-            overlap.wait_for_earlier(compiled=case.atomic)
+            if case.early:
+                overlap.wait_for_earlier(compiled=case.atomic)
             ours = out_s.at[0 if case.gated else warpgroup]
             loads_early = case.has_residual and width == columns
 

@@ -71,7 +71,8 @@ def dense_matmul(
         config = replace(config, consumers=2)
     case = Case(
         config, outputs, inner, 1 if gated else chunks, token_tiles > 1, num_sms // config.cluster, gated,
-        residual is not None, out_dtype.name, atomic=interpret is None, early=overlap.enabled,
+        residual is not None, out_dtype.name, atomic=interpret is None,
+        early=overlap.enabled and token_tiles == 1,
     )  # fmt: skip
     if ahead is not None and config.ahead and not case.many_tokens:
         next_outputs, next_inner = ahead.weight.shape

@@ -30,7 +30,7 @@ ALIGNED, LINE = 8, 64
 """Tokens of a product come in such portions; elements that the copy engine moves at a time."""
 
 MOST_COPIED, MOST_LINES = 144 * 1024, 256
-"""Bytes of tokens for which the logits leave room in shared memory; lines of a token in one copy."""
+"""Bytes of tokens for which logits and choices leave room in shared memory; lines of a token in one copy."""
 
 
 def supported(num_tokens: int, num_experts: int) -> str | None:

@@ -4,7 +4,8 @@ Central idea: between two kernels a GPU takes a few microseconds to end the one,
 pipelines, which is a tenth of a decode step. A kernel that overlaps is launched once all CTAs of the one before have
 begun; its own begin as multiprocessors get free, bring what no kernel writes (weights, where they are arguments of the
 program and not computed in it), and wait with all else. Every kernel that overlaps waits, so whoever has waited sees
-what all kernels before it wrote, not only the last.
+what all kernels before it wrote, not only the last. XLA's own kernels must come as they always do, when ours have
+ended: their loads may be moved to before a wait.
 
 It takes kernels that are launched one after another. In a CUDA graph of XLA's, of jax 0.11, each begins when the one
 before has ended, as far as is known.
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 enabled = False
-"""Kernels that are lowered from now on overlap. Not measured yet: ``benchmarks/offline.py --overlap`` has it on."""
+"""All kernels overlap: to be set before anything is traced. Not measured yet; ``benchmarks/offline.py --overlap`` has
+it on."""
 
 
 def let_next_begin(*, compiled: bool) -> None:

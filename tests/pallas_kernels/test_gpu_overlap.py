@@ -1,75 +1,128 @@
-"""Hopper kernels that overlap: they say so to the runtime only where that is on, and weights come before they wait."""
+"""Hopper kernels that overlap: every one of a decode step says so to the runtime, and only where that is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import test_gpu_launch
 from gpu_interpreter import needs_mosaic_gpu
 
+from pallas_kernels.grouped_matmul.few import Rule
 from pallas_kernels.mosaic_gpu import launch, overlap
 
 pytestmark = [pytest.mark.device, needs_mosaic_gpu]
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+@pytest.fixture(autouse=True)
+def clear_caches() -> Iterator[None]:
+    """Of what was traced with kernels that overlap."""
+    yield
+    jax.clear_caches()
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(function: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> None:
+    jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+def product() -> None:
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
 
-    return GpuDenseMatmul(4, always=True)(x, weight)
+    lower(GpuDenseMatmul(4, always=True), array(8, 256), array(256, 256))
 
 
-def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+def norm() -> None:
     from pallas_kernels.rms_norm.gpu import GpuRMSNorm
 
-    return GpuRMSNorm(4)(x, weight[:, 0], 1e-5)
+    lower(lambda x, weight: GpuRMSNorm(4)(x, weight, 1e-5), array(8, 256), array(256))
 
 
-def heads(x: jax.Array, weight: jax.Array) -> jax.Array:
+def sum_and_norm() -> None:
+    from pallas_kernels.rms_norm.gpu import GpuAddNorm
+
+    rows = array(1, 256)
+    lower(lambda *each: GpuAddNorm()(*each, 1e-5), rows, rows, array(2, 256), array(1, dtype=jnp.int32))
+
+
+def heads() -> None:
     from pallas_kernels.split_heads.gpu import GpuSplitHeads
 
-    angles = jnp.ones((4, 64))
-    return GpuSplitHeads(4)(x.reshape(4, 1, 4, 128), angles, angles, None, 1e-5)[0]
+    angles = array(4, 64, dtype=jnp.float32)
+    lower(lambda *each: GpuSplitHeads(4)(*each, None, 1e-5), array(4, 1, 4, 128), angles, angles)
 
 
-def lowered(function: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch) -> list[launch.KernelModule]:
-    """The kernels of it."""
+def attention() -> None:
+    test_gpu_launch.lowered(8, 8, decode_only=True)
+
+
+def few_tokens() -> None:
+    """Choice and both products."""
+    from pallas_kernels.grouped_matmul.gpu_few import GpuFewTokens
+
+    lower(
+        lambda *each: GpuFewTokens(132).routed(*each[:3], Rule(2), *each[3:]),
+        array(8, 256), array(8, 64, dtype=jnp.float32), array(8, dtype=jnp.bool_), array(64, 2, 128, 256),
+        array(64, 256, 128),
+    )  # fmt: skip
+
+
+def many_tokens() -> None:
+    """Choice and a product."""
+    from pallas_kernels.grouped_matmul.gpu import GpuGroupedMatmul
+    from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
+
+    logits, live = array(128, 64, dtype=jnp.float32), array(128, dtype=jnp.bool_)
+    lower(lambda *each: GpuRoute(4)(*each, Rule(2)), logits, live)
+    lower(GpuGroupedMatmul(4), array(256, 256), array(64, 128, 256), array(64, dtype=jnp.int32))
+
+
+def kernels_of(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[launch.KernelModule]:
+    """Those that it launches, lowered anew."""
     modules: list[launch.KernelModule] = []
-    lower = launch._lower
+    lower_one = launch._lower
 
-    def note(*arguments):
-        modules.append(lower(*arguments))
+    def note(*arguments: Any) -> launch.KernelModule:
+        modules.append(lower_one(*arguments))
         return modules[-1]
 
     jax.clear_caches()
-    monkeypatch.setattr(launch, "_modules", launch._ModuleCache())
-    monkeypatch.setattr(launch, "_lower", note)
-    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones((256, 256), jnp.bfloat16)
-    jax.jit(function).trace(x, weight).lower(lowering_platforms=("cuda",))
-    monkeypatch.setattr(launch, "_lower", lower)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_modules", launch._ModuleCache())
+        patch.setattr(launch, "_lower", note)
+        run()
     return modules
 
 
-@pytest.mark.parametrize("function", [product, norm, heads], ids=lambda each: each.__name__)
-def test_the_runtime_is_told_only_where_it_is_on(function, monkeypatch):
-    [plain] = lowered(function, monkeypatch)
-    monkeypatch.setattr(overlap, "enabled", True)
-    [early] = lowered(function, monkeypatch)
-    told = [b"uses_pdl" in bytes(dict(each.attributes)["module"]) for each in (plain, early)]
-    assert told == [False, True]
-    jax.clear_caches()  # of what was traced with it
+STEP = {product: 1, norm: 1, sum_and_norm: 1, heads: 1, attention: 1, few_tokens: 3, many_tokens: 2}
+"""What a decode step is made of -> its kernels."""
+
+
+@pytest.mark.parametrize("run", STEP, ids=lambda each: each.__name__)
+def test_the_runtime_is_told_only_where_it_is_on(run, monkeypatch):
+    told: list[set[bool]] = []
+    for enabled in (False, True):
+        monkeypatch.setattr(overlap, "enabled", enabled)
+        found = kernels_of(run, monkeypatch)
+        assert len(found) == STEP[run]
+        told.append({b"uses_pdl" in bytes(dict(each.attributes)["module"]) for each in found})
+    assert told == [{False}, {True}]
 
 
 def test_kernels_of_both_kinds_are_kept_apart(monkeypatch):
-    lowered(norm, monkeypatch)
-    kept = launch._modules
-    jax.clear_caches()
-    monkeypatch.setattr(overlap, "enabled", True)
-    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones((256, 256), jnp.bfloat16)
-    jax.jit(norm).trace(x, weight).lower(lowering_platforms=("cuda",))
+    kept = launch._ModuleCache()
+    monkeypatch.setattr(launch, "_modules", kept)
+    for enabled in (False, True):
+        monkeypatch.setattr(overlap, "enabled", enabled)
+        jax.clear_caches()
+        norm()
     assert len(kept._modules) == 2
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(8, 1), (257, 0)])
@@ -80,10 +133,9 @@ def test_norms_of_few_rows_are_kernels_that_overlap(rows, kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "hopper_why_not", lambda _: None)
     monkeypatch.setattr(gpu, "multiprocessors", lambda _: 4)
 
-    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return dispatch.PLAIN(jnp.tile(x, (rows // 8 + 1, 1))[:rows], weight[:, 0], 1e-5)
+    def run() -> None:
+        lower(lambda x, weight: dispatch.PLAIN(x, weight, 1e-5), array(rows, 256), array(256))
 
-    assert len(lowered(norm, monkeypatch)) == 0
+    assert len(kernels_of(run, monkeypatch)) == 0
     monkeypatch.setattr(overlap, "enabled", True)
-    assert len(lowered(norm, monkeypatch)) == kernels
-    jax.clear_caches()
+    assert len(kernels_of(run, monkeypatch)) == kernels
