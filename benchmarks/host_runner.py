@@ -33,7 +33,7 @@ from tiny_checkpoints import write_tiny_checkpoint  # noqa: E402
 
 from jaxserve import LLM, SamplingParams  # noqa: E402
 from jaxserve.runner.pending_step import DispatchedStep  # noqa: E402
-from jaxserve.runner.programs import HeadVariant, ProgramStyle, StepVariant  # noqa: E402
+from jaxserve.runner.program_variants import HeadVariant, ProgramStyle, StepVariant  # noqa: E402
 
 BLOCK_SIZE = 16
 PARTS = (

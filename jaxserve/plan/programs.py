@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxserve.runner.programs import StepPrograms, StepVariant
+from jaxserve.runner.program_variants import StepVariant
+from jaxserve.runner.programs import StepPrograms
 from jaxserve.sampling.metadata import Feature
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -13,18 +13,14 @@ from jaxserve.runner.bursts import choose_bursts
 from jaxserve.runner.invariance import Invariance
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
-from jaxserve.runner.programs import (
+from jaxserve.runner.program_variants import (
     FEWEST_LOGITS,
-    LAUNCHED,
-    LIBRARY_PRODUCTS,
-    UNTUNED,
     BurstVariant,
-    ProgramShapes,
     ProgramStyle,
-    StepPrograms,
     burst_variants,
     step_variants,
 )
+from jaxserve.runner.programs import LAUNCHED, LIBRARY_PRODUCTS, UNTUNED, ProgramShapes, StepPrograms
 from jaxserve.runner.served_model import ServedModel
 from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.weight_traffic import weight_bytes_read

@@ -28,7 +28,7 @@ from jaxserve.runner.kv_arrays import MemoryBudget, device_budget, single_group
 from jaxserve.runner.pending_step import DispatchedStep
 from jaxserve.runner.preparation import Preparation
 from jaxserve.runner.program_store import ProgramStore
-from jaxserve.runner.programs import HeadVariant, StepVariant
+from jaxserve.runner.program_variants import HeadVariant, StepVariant
 from jaxserve.runner.prompt_scoring import PromptScorer
 from jaxserve.runner.rank_batches import RankBatches, sampling_rows
 from jaxserve.runner.served_model import ModelBuilder

@@ -25,7 +25,7 @@ from step_programs import step_programs
 from jaxserve.models import build
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.placement import Placement
-from jaxserve.runner.programs import StepVariant
+from jaxserve.runner.program_variants import StepVariant
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.grouped_matmul.tpu import TpuGroupedMatmul

@@ -12,14 +12,14 @@ from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import Bucket, BucketTable
 from jaxserve.runner.burst_program import fields_at
 from jaxserve.runner.input_batch import InputBatch
-from jaxserve.runner.programs import (
+from jaxserve.runner.program_variants import (
     SAMPLERS,
     ProgramStyle,
-    StepPrograms,
     StepVariant,
     head_variants,
     step_variants,
 )
+from jaxserve.runner.programs import StepPrograms
 from jaxserve.runner.step_layout import FROM_DEVICE
 from jaxserve.sampling.metadata import ALL_FEATURES, COLUMN, Feature
 from jaxserve.sampling_params import SamplingParams

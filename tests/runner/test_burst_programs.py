@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.plan.hardware import find_topology
 from jaxserve.plan.planned_runner import PlannedRunner
-from jaxserve.runner.programs import ProgramStyle
+from jaxserve.runner.program_variants import ProgramStyle
 
 pytestmark = pytest.mark.device
 

@@ -11,7 +11,7 @@ from tiny_checkpoints import BASE_CONFIG, LLAMA
 
 from jaxserve.models import build
 from jaxserve.runner.buckets import Bucket
-from jaxserve.runner.programs import StepVariant
+from jaxserve.runner.program_variants import StepVariant
 from jaxserve.sampling.metadata import Feature
 from pallas_kernels.dispatch import BlockedBackend
 

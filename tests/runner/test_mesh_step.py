@@ -14,7 +14,8 @@ from tiny_checkpoints import BASE_CONFIG, LLAMA
 from jaxserve.models import build
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.placement import Placement
-from jaxserve.runner.programs import StepPrograms, StepVariant
+from jaxserve.runner.program_variants import StepVariant
+from jaxserve.runner.programs import StepPrograms
 from jaxserve.sampling.metadata import ALL_FEATURES, Feature
 from pallas_kernels.dispatch import BlockedBackend
 from sharding import make_mesh

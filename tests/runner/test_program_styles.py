@@ -6,7 +6,7 @@ import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.runner.programs import ProgramStyle
+from jaxserve.runner.program_variants import ProgramStyle
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
 
