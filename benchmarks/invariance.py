@@ -34,36 +34,28 @@ import io
 import json
 import logging
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import profile_step
+from invariance_operations import try_operations
+from invariance_situations import try_restart, try_situations
 from offline import Benchmark, Engine
 from parts import Parts, clean_up_when_ended, verdict
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.invariance import Bits, Target, bits_of
 
 MODELS = Path(__file__).parent / "models"
-COMPANY = (0, 1, 1, 3, 3, 7, 7, 20, 20, 60, 200, 511)
-"""Other requests of a situation, drawn evenly."""
-BUDGETS = (64, 100, 256, 1000, 1 << 20)
 COST = {"1 rows": 0.90}
 """Words of a case: how fast it is with the mode on, as a share, at least; of all others ``LEAST``."""
 LEAST = 0.97
-PREEMPTED = 0.15
-"""Of the steps of a situation with preemptions, those before which a request loses its blocks."""
 
 
 def choose(options: argparse.Namespace) -> Any:
@@ -88,307 +80,6 @@ def make_llm(options: argparse.Namespace, *, invariant: bool, **arguments: Any) 
     mode = "on" if invariant else "off"
     print(f"{options.model}, mode {mode}: ready after {time.perf_counter() - started:.1f} s", flush=True)
     return llm
-
-
-# --- bits -------------------------------------------------------------------------------------------------------
-
-
-class Disturbance:
-    """Stands in for a core's ``step``: preempts, and changes the budget and the depth, as a situation has it."""
-
-    def __init__(self, core: Any, rng: random.Random) -> None:
-        self._step, self._core, self._rng, self._depth = core.step, core, rng, core._depth
-        self._most = core.scheduler._planner.max_num_batched_tokens
-        self.preempts = False
-        self.preemptions = 0
-        core.step = self.step
-
-    def step(self) -> Any:
-        scheduler = self._core.scheduler
-        rank = scheduler._lifecycle.ranks[0]
-        if self.preempts and len(rank.running) > 1 and self._rng.random() < PREEMPTED:
-            rank.running.append(rank.running.pop(self._rng.randrange(len(rank.running))))
-            scheduler._lifecycle.preempt_last(rank)
-            self.preemptions += 1
-        return self._step()
-
-    def end(self) -> None:
-        """Leave the core as it was."""
-        self._core.step, self._core._depth = self._step, self._depth
-        self._core.scheduler._planner.max_num_batched_tokens = self._most
-
-    def next_situation(self, num_requests: int) -> str:
-        """Draw what happens to it."""
-        # Each running request has a token of the budget.
-        budget = min(max(self._rng.choice(BUDGETS), num_requests + 8), self._most)
-        self._core.scheduler._planner.max_num_batched_tokens = budget
-        self._core._depth = self._rng.choice([1, 2, 2])
-        self.preempts = self._rng.random() < 0.5
-        return f"{budget} tokens a step, depth {self._core._depth}{', preempting' * self.preempts}"
-
-
-@dataclass
-class Differences:
-    """What came of comparisons."""
-
-    requests: int = 0
-    different: int = 0
-    other_tokens: int = 0
-    values: int = 0
-    other_values: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def compare(self, output: Any, expected: Bits, where: str) -> None:
-        found = bits_of(output)
-        self.requests += 1
-        self.values += len(expected[1])
-        if found == expected:
-            return
-        self.different += 1
-        self.other_tokens += found[0] != expected[0]
-        places = [i for i, (a, b) in enumerate(zip(found[1], expected[1], strict=False)) if a != b]
-        self.other_values += len(places)
-        first = places[0] if places else len(expected[1])
-        prompt = len(output.prompt_logprobs or [])
-        distances = [
-            abs(float.fromhex(a[1]) - float.fromhex(b[1]))
-            for a, b in zip(found[1][first], expected[1][first], strict=False)
-        ]
-        self.examples.append(
-            f"prompt of {len(output.prompt_token_ids)}, first at {first} of {len(expected[1])} positions"
-            f" ({prompt} of the prompt), by {max(distances, default=0):.2e}, {output.num_cached_tokens} cached: {where}"
-        )
-
-    def line(self) -> str:
-        return (
-            f"{self.requests} requests compared, {self.different} differ ({self.other_tokens} in their tokens); "
-            f"{self.other_values} of {self.values} positions"
-        )
-
-
-def make_targets(rng: random.Random, vocab: int, longest: int, count: int) -> list[Target]:
-    """Prompts of 1 to ``longest`` tokens; greedy, random and penalised; some score their prompts."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.2},
-        {"temperature": 0.0, "prompt_logprobs": 1},
-    ]
-    targets: list[Target] = []
-    for index in range(count):
-        length = max(1, int(longest ** rng.random())) if index else longest
-        prompt = [rng.randrange(8, vocab) for _ in range(length)]
-        params = SamplingParams(
-            max_tokens=rng.randint(2, 24), ignore_eos=True, seed=index, logprobs=3, detokenize=False,
-            **kinds[index % len(kinds)],
-        )  # fmt: skip
-        targets.append(Target(prompt, params))
-    return targets
-
-
-def run(llm: LLM, requests: list[Target]) -> list[Any]:
-    prompts: list[Any] = [{"prompt_token_ids": request.prompt} for request in requests]
-    return llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
-
-
-def alone(llm: LLM, targets: list[Target]) -> list[tuple[Target, Bits]]:
-    """Each by itself with nothing cached, and its prompt with most of its answer."""
-    expected: list[tuple[Target, Bits]] = []
-    for target in targets:
-        llm.reset_prefix_cache()
-        [output] = run(llm, [target])
-        expected.append((target, bits_of(output)))
-        if target.params.prompt_logprobs is None:
-            llm.reset_prefix_cache()
-            longer = Target(target.prompt + list(output.outputs[0].token_ids)[:-1], target.params)
-            expected.append((longer, bits_of(run(llm, [longer])[0])))
-    return expected
-
-
-def keep(expected: list[tuple[Target, Bits]], path: Path) -> None:
-    """Write requests and what they gave."""
-    rows = [{"prompt": target.prompt, "seed": target.params.seed, "bits": bits} for target, bits in expected]
-    path.write_text(json.dumps(rows))
-
-
-def kept(path: Path, targets: list[Target]) -> list[tuple[Target, Bits]]:
-    """What ``keep`` wrote of these targets, which have their places as seeds."""
-
-    def tuples(value: Any) -> Any:
-        return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-    rows = json.loads(path.read_text())
-    return [(Target(row["prompt"], targets[row["seed"]].params), tuples(row["bits"])) for row in rows]
-
-
-def try_restart(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """The requests of another process alone, in this one."""
-    targets = make_targets(random.Random(options.seed), llm.info.vocab_size, options.longest, options.targets)
-    found = Differences()
-    for target, bits in kept(options.expected, targets):
-        llm.reset_prefix_cache()
-        found.compare(run(llm, [target])[0], bits, "restart")
-    print(f"restart: {found.line()} ({verdict(found.different, 0)})", flush=True)
-    return {"requests": found.requests, "different": found.different, "other tokens": found.other_tokens}
-
-
-def companions(
-    rng: random.Random, expected: list[tuple[Target, Bits]], vocab: int, count: int
-) -> list[Target]:
-    """Requests that nobody compares: short and long, some with a target's beginning."""
-    others: list[Target] = []
-    longest = len(expected[0][0].prompt)
-    for _ in range(count):
-        length = min(longest, rng.choice([1, 5, 17, 40, 40, 130, 600 if count < 100 else 60]))
-        prompt = [rng.randrange(8, vocab) for _ in range(length)]
-        if rng.random() < 0.2:
-            shared = rng.choice(expected)[0].prompt
-            prompt = shared[: rng.randint(1, len(shared))] + prompt[:5]
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=rng.randint(1, 24), ignore_eos=True,
-            seed=rng.randrange(1 << 30), logprobs=rng.choice([None, None, None, 1]), detokenize=False,
-        )  # fmt: skip
-        others.append(Target(prompt, params))
-    return others
-
-
-def try_situations(llm: LLM, options: argparse.Namespace, situations: int, *, mode: str) -> dict[str, Any]:
-    """Targets in random situations against themselves alone."""
-    rng, vocab = random.Random(options.seed), llm.info.vocab_size
-    targets = make_targets(rng, vocab, options.longest, options.targets)
-    started = time.perf_counter()
-    expected = alone(llm, targets)
-    if options.expected is not None and mode == "on":
-        keep(expected, options.expected)
-    print(
-        f"mode {mode}: {len(expected)} requests alone after {time.perf_counter() - started:.0f} s", flush=True
-    )
-    disturbance, found = Disturbance(llm._core, rng), Differences()
-    cached = most = done = 0
-    try:
-        while done < situations and time.perf_counter() - started < options.seconds:
-            size = min(rng.choice(COMPANY), options.most_company)
-            chosen = [rng.choice(expected) for _ in range(rng.choice([1, 1, 2, 5]))]
-            requests = [target for target, _ in chosen] + companions(rng, expected, vocab, size)
-            order = rng.sample(range(len(requests)), len(requests))
-            if cold := rng.random() < 0.4:
-                llm.reset_prefix_cache()
-            drawn = disturbance.next_situation(len(requests))
-            where = f"situation {done}, {size} others, {drawn}{', cold' * cold}"
-            outputs = run(llm, [requests[index] for index in order])
-            most = max(most, len(requests))
-            for place, index in enumerate(order):
-                if index < len(chosen):
-                    cached += outputs[place].num_cached_tokens
-                    found.compare(outputs[place], chosen[index][1], where)
-            done += 1
-            if done % 25 == 0:
-                print(f"  {done} situations, {found.line()}", flush=True)
-    finally:
-        disturbance.end()
-        print(
-            f"mode {mode}: {done} situations of up to {most} requests in {time.perf_counter() - started:.0f} s, "
-            f"{disturbance.preemptions} preemptions, {cached} tokens of compared prompts from the cache\n"
-            f"  {found.line()}"
-        )
-        for example in found.examples[: options.examples]:
-            print(f"  {example}")
-        sys.stdout.flush()
-    if mode == "on":
-        print(
-            f"situations {done} {verdict(done, situations, least=True)}; "
-            f"requests that differ {found.different} {verdict(found.different, 0)}",
-            flush=True,
-        )
-    return {
-        "situations": done, "most requests": most, "preemptions": disturbance.preemptions, "cached tokens": cached,
-        "requests": found.requests, "different": found.different, "other tokens": found.other_tokens,
-        "positions": found.values, "other positions": found.other_values,
-    }  # fmt: skip
-
-
-# --- operations -------------------------------------------------------------------------------------------------
-
-
-def try_operations(options: argparse.Namespace) -> None:
-    """Each operation's first row among more and more rows: how many kinds of bits there are."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxserve.layers.linear import linear
-    from jaxserve.layers.rope import RopeAngles
-    from jaxserve.runner.invariance import PINNED_PRODUCTS
-    from pallas_kernels.dense_matmul.dispatch import dense_matmul_of
-    from pallas_kernels.rms_norm.dispatch import PLAIN, HalvesNorm, fixed_norm
-
-    config = json.loads((MODELS / "llama-8b" / "config.json").read_text())
-    if (MODELS / options.model).is_dir():
-        config = json.loads((MODELS / options.model / "config.json").read_text())
-    hidden, head, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    rows = [n for n in (8, 16, 64, 192, 256, 512, 2048, 8192) if n <= options.most_rows]
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.5, jnp.bfloat16)
-
-    x, wide = draw(rows[-1], hidden), draw(rows[-1], 2 * ffn)
-    weight, qk = draw(hidden), draw(rows[-1], 1, heads + 1, head)
-    positions = jnp.asarray(rng.integers(0, 9999, rows[-1]), jnp.int32)
-    frequencies = (500000.0 ** -(np.arange(0, head, 2) / head)).astype(np.float32)
-
-    def rotate(qk: Any, positions: Any) -> Any:
-        return RopeAngles.at(positions, frequencies, 1.0).rotate(qk)
-
-    def activate(wide: Any) -> Any:
-        halves = wide.reshape(len(wide), 2, -1).astype(jnp.float32)
-        return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(wide.dtype)
-
-    pinned = dict(PINNED_PRODUCTS) if jax.default_backend() == "gpu" else {}
-    cases: list[tuple[str, Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
-        (f"norm of {hidden}, {name}", lambda x, w, norm=norm: norm(x, w, 1e-5), (x,), (weight,), pinned)
-        for name, norm in (
-            ("plain", PLAIN), ("halves", HalvesNorm()), ("kernel", fixed_norm(jax.default_backend())),
-        )
-    ]  # fmt: skip
-    per_head = draw(heads + 1, head)
-    cases += [
-        (f"norm of heads, {head}, plain", lambda x, w: PLAIN(x, w, 1e-5), (qk,), (per_head,), pinned),
-        (f"norm of heads, {head}, halves", lambda x, w: HalvesNorm()(x, w, 1e-5), (qk,), (per_head,), pinned),
-        ("rotation", rotate, (qk, positions), (), pinned),
-        ("activation", activate, (wide,), (), pinned),
-    ]
-    kernel = dense_matmul_of(jax.default_backend())[0]
-    shapes = (
-        (hidden, 2 * ffn),
-        (ffn, hidden),
-        (hidden, heads * head * 3 // 2),
-        (hidden, config["vocab_size"] // 4),
-    )
-    for inner, outputs in shapes:
-        operand, matrix = draw(rows[-1], inner), draw(outputs, inner)
-        named = f"product {inner} x {outputs}"
-        cases.append((f"{named}, timed", linear, (operand,), (matrix,), {}))
-        cases.append((f"{named}, pinned", linear, (operand,), (matrix,), pinned))
-        if kernel is not None:
-            always = partial(linear, kernel=kernel.for_all_rows())
-            cases.append((f"{named}, kernel", always, (operand,), (matrix,), pinned))
-    print(f"operations, first rows among {', '.join(map(str, rows))}: kinds of bits")
-    jobs: list[tuple[str, int, tuple[Any, ...], Any]] = []
-    with ThreadPoolExecutor(16) as pool:
-        for name, function, batched, fixed, compiler_options in cases:
-            for count in rows:
-                arguments = (*(each[:count] for each in batched), *fixed)
-                lowered = jax.jit(function).lower(*arguments)
-                compiling = pool.submit(partial(lowered.compile, compiler_options=compiler_options))
-                jobs.append((name, count, arguments, compiling))
-    kinds: dict[str, dict[bytes, list[int]]] = {}
-    for name, count, arguments, compiling in jobs:
-        first = np.asarray(compiling.result()(*arguments)[:8].astype(jnp.float32))
-        kinds.setdefault(name, {}).setdefault(first.tobytes(), []).append(count)
-    for name, groups in kinds.items():
-        listed = " | ".join(",".join(map(str, counts)) for counts in groups.values())
-        print(f"  {name:38s} {len(groups)}   {'' if len(groups) == 1 else listed}", flush=True)
 
 
 # --- cost -------------------------------------------------------------------------------------------------------
