@@ -15,6 +15,7 @@ from typing import Any
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 BLOCKS = (16, 64)
 """Tokens in a KV block; the first is what peers are compared with, the last is the engine's."""
+BLOCK = BLOCKS[0]
 
 Rows = Sequence[tuple[int, int]]
 """(Context with the new tokens, new tokens) of each row, decoding rows first."""
