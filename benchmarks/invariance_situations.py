@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parts import verdict
+import parts  # which also makes what tests share importable
+from disturbance import Disturbance
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.invariance import Bits, Target, bits_of
@@ -19,42 +20,6 @@ from jaxserve.bench.invariance import Bits, Target, bits_of
 COMPANY = (0, 1, 1, 3, 3, 7, 7, 20, 20, 60, 200, 511)
 """Other requests of a situation, drawn evenly."""
 BUDGETS = (64, 100, 256, 1000, 1 << 20)
-PREEMPTED = 0.15
-"""Of the steps of a situation with preemptions, those before which a request loses its blocks."""
-
-
-class Disturbance:
-    """Stands in for a core's ``step``: preempts, and changes the budget and the depth, as a situation has it."""
-
-    def __init__(self, core: Any, rng: random.Random) -> None:
-        self._step, self._core, self._rng, self._depth = core.step, core, rng, core._depth
-        self._most = core.scheduler._planner.max_num_batched_tokens
-        self.preempts = False
-        self.preemptions = 0
-        core.step = self.step
-
-    def step(self) -> Any:
-        scheduler = self._core.scheduler
-        rank = scheduler._lifecycle.ranks[0]
-        if self.preempts and len(rank.running) > 1 and self._rng.random() < PREEMPTED:
-            rank.running.append(rank.running.pop(self._rng.randrange(len(rank.running))))
-            scheduler._lifecycle.preempt_last(rank)
-            self.preemptions += 1
-        return self._step()
-
-    def end(self) -> None:
-        """Leave the core as it was."""
-        self._core.step, self._core._depth = self._step, self._depth
-        self._core.scheduler._planner.max_num_batched_tokens = self._most
-
-    def next_situation(self, num_requests: int) -> str:
-        """Draw what happens to it."""
-        # Each running request has a token of the budget.
-        budget = min(max(self._rng.choice(BUDGETS), num_requests + 8), self._most)
-        self._core.scheduler._planner.max_num_batched_tokens = budget
-        self._core._depth = self._rng.choice([1, 2, 2])
-        self.preempts = self._rng.random() < 0.5
-        return f"{budget} tokens a step, depth {self._core._depth}{', preempting' * self.preempts}"
 
 
 @dataclass
@@ -158,7 +123,7 @@ def try_restart(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     for target, bits in kept(options.expected, targets):
         llm.reset_prefix_cache()
         found.compare(run(llm, [target])[0], bits, "restart")
-    print(f"restart: {found.line()} ({verdict(found.different, 0)})", flush=True)
+    print(f"restart: {found.line()} ({parts.verdict(found.different, 0)})", flush=True)
     return {"requests": found.requests, "different": found.different, "other tokens": found.other_tokens}
 
 
@@ -193,7 +158,7 @@ def try_situations(llm: LLM, options: argparse.Namespace, situations: int, *, mo
     print(
         f"mode {mode}: {len(expected)} requests alone after {time.perf_counter() - started:.0f} s", flush=True
     )
-    disturbance, found = Disturbance(llm._core, rng), Differences()
+    disturbance, found = Disturbance(llm._core, rng, BUDGETS), Differences()
     cached = most = done = 0
     try:
         while done < situations and time.perf_counter() - started < options.seconds:
@@ -226,8 +191,8 @@ def try_situations(llm: LLM, options: argparse.Namespace, situations: int, *, mo
         sys.stdout.flush()
     if mode == "on":
         print(
-            f"situations {done} {verdict(done, situations, least=True)}; "
-            f"requests that differ {found.different} {verdict(found.different, 0)}",
+            f"situations {done} {parts.verdict(done, situations, least=True)}; "
+            f"requests that differ {found.different} {parts.verdict(found.different, 0)}",
             flush=True,
         )
     return {

@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)  # scripts run without an installation
+sys.path.append(f"{ROOT}/tests/support")
 
 GRACE = 20.0
 """Seconds that a part has to end in after its limit; then the process ends, and what was saved remains."""

@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.runner.batch_builder import BatchBuilder
 from jaxserve.runner.buckets import BucketTable
 from jaxserve.runner.bursts import choose_bursts
-from jaxserve.runner.invariance import Invariance
+from jaxserve.runner.invariance import CompilerOptions, Invariance
 from jaxserve.runner.placement import Placement
 from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.program_variants import (
@@ -63,7 +63,6 @@ class EnginePrograms:
             num_blocks: of a rank's cache, the dummy included.
             max_model_len: tokens of the longest request.
         """
-        on_gpu = self._invariance.platform == "gpu"
         variants = step_variants(self.builder.table, self.style)
         bursts = burst_variants(self.builder, self.style)
         shapes = self._shapes(num_blocks, max_model_len)
@@ -71,8 +70,14 @@ class EnginePrograms:
             shapes = self._with_buffers(shapes, bursts)
         return StepPrograms(
             self.served.model, self.builder, shapes, variants, self._open_store(self.description()), self.placement,
-            *((LIBRARY_PRODUCTS, UNTUNED, LAUNCHED if overlap.enabled else ()) if on_gpu else ((), (), ())), bursts,
+            *self._compiler_options(), bursts,
         )  # fmt: skip
+
+    def _compiler_options(self) -> tuple[CompilerOptions, CompilerOptions, CompilerOptions]:
+        """``StepPrograms``' for large, untuned and launched programs."""
+        if self._invariance.platform != "gpu":
+            return (), (), ()
+        return LIBRARY_PRODUCTS, UNTUNED, LAUNCHED if overlap.enabled else ()
 
     def description(self) -> str:
         """All of this engine that its programs depend on beside their shapes."""

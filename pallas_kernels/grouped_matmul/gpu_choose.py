@@ -115,18 +115,8 @@ def _body(num_tokens: int, num_experts: int, size: int, rule: Rule, pads: bool) 
         return jnp.sum(jnp.where(condition, one, zero), axis=1).astype(jnp.int32)
 
     def choose_experts(
-        logits,
-        live_tokens,
-        *refs,
-        logits_s,
-        chosen_s,
-        load_s,
-        up_to_s,
-        full,
-        all_done,
-        x_s=None,
-        x_full=None,
-    ):
+        logits, live_tokens, *refs, logits_s, chosen_s, load_s, up_to_s, full, all_done, x_s=None, x_full=None,
+    ):  # fmt: skip
         x, refs = (refs[0], refs[1:]) if pads else (None, refs)
         weights, used, up_to, load, zeros, *rows_out = refs
         warpgroup = lax.axis_index("warpgroup")

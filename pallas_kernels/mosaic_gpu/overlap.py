@@ -1,14 +1,12 @@
 """Overlap: a Mosaic GPU kernel that begins while the one before it ends (CUDA's programmatic dependent launch).
 
-Central idea: between two kernels a GPU takes a few microseconds to end the one, to launch the other and to fill its
-pipelines, which is a tenth of a decode step. A kernel that overlaps is launched once all CTAs of the one before have
-begun; its own begin as multiprocessors get free, bring what no kernel writes (weights, where they are arguments of the
-program and not computed in it), and wait with all else. Every kernel that overlaps waits, so whoever has waited sees
-what all kernels before it wrote, not only the last. XLA's own kernels must come as they always do, when ours have
-ended: their loads may be moved to before a wait.
+Central idea: between two kernels a GPU ends the one, launches the other and fills its pipelines. A kernel that overlaps
+is launched once all CTAs of the one before have begun; its own begin as multiprocessors get free, bring what no kernel
+writes (weights, where they are arguments of the program and not computed in it), and wait with all else. Every kernel
+that overlaps waits, so whoever has waited sees what all kernels before it wrote, not only the last. XLA's own kernels
+must come as they always do, when ours have ended: their loads may be moved to before a wait.
 
-It takes kernels that are launched one after another. In a CUDA graph of XLA's, of jax 0.11, each begins when the one
-before has ended, as far as is known.
+It is off, and has not run on a GPU yet: neither launched one after another nor inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 enabled = False
-"""All kernels overlap: to be set before anything is traced. Not measured yet; ``benchmarks/offline.py --overlap`` has
-it on."""
+"""All kernels overlap: to be set before anything is traced, as ``benchmarks/offline.py --overlap`` does."""
 
 
 def let_next_begin(*, compiled: bool) -> None:

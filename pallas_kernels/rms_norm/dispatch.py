@@ -9,10 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import hopper_why_not
-from pallas_kernels.mosaic_gpu import overlap
-
-OVERLAPPED_ROWS = 256
-"""Rows up to which a kernel norms them where kernels overlap: XLA's own lets the next one begin only when it ends."""
 
 
 class RMSNorm(Protocol):
@@ -35,15 +31,11 @@ class RMSNorm(Protocol):
 
 @dataclass(frozen=True)
 class PlainNorm:
-    """XLA's own sum: fast, in an order that follows the number of rows. A kernel's where kernels overlap."""
+    """XLA's own sum: fast, in an order that follows the number of rows."""
 
     name = "plain"
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-        if overlap.enabled and x.ndim == 2 and weight.ndim == 1 and x.shape[0] <= OVERLAPPED_ROWS:
-            kernel = _overlapping(x)
-            if kernel is not None:
-                return kernel(x, weight, eps)
         wide = x.astype(jnp.float32)
         return _scaled(x, wide, jnp.mean(wide * wide, axis=-1, keepdims=True), weight, eps)
 
@@ -156,15 +148,6 @@ def fixed_norm(platform: str, num_sms: int | None = None, *, kernel: bool = True
 
         return FittingNorm(GpuRMSNorm(num_sms))
     return HalvesNorm()
-
-
-def _overlapping(x: jax.Array) -> RMSNorm | None:
-    """The kernel for rows like these, where there is one."""
-    if hopper_why_not("the Hopper norm") is not None:
-        return None
-    from pallas_kernels.rms_norm.gpu import GpuRMSNorm
-
-    return GpuRMSNorm() if GpuRMSNorm().why_not(x.shape[1], x.dtype) is None else None
 
 
 def _scaled(x: jax.Array, wide: jax.Array, mean: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

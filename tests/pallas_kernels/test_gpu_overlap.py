@@ -123,19 +123,3 @@ def test_kernels_of_both_kinds_are_kept_apart(monkeypatch):
         jax.clear_caches()
         norm()
     assert len(kept._modules) == 2
-
-
-@pytest.mark.parametrize(("rows", "kernels"), [(8, 1), (257, 0)])
-def test_norms_of_few_rows_are_kernels_that_overlap(rows, kernels, monkeypatch):
-    """XLA's own would keep the next kernel from beginning."""
-    from pallas_kernels.rms_norm import dispatch, gpu
-
-    monkeypatch.setattr(dispatch, "hopper_why_not", lambda _: None)
-    monkeypatch.setattr(gpu, "multiprocessors", lambda _: 4)
-
-    def run() -> None:
-        lower(lambda x, weight: dispatch.PLAIN(x, weight, 1e-5), array(rows, 256), array(256))
-
-    assert len(kernels_of(run, monkeypatch)) == 0
-    monkeypatch.setattr(overlap, "enabled", True)
-    assert len(kernels_of(run, monkeypatch)) == kernels
