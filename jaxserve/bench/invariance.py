@@ -107,13 +107,14 @@ class Workload:
 
 
 def bits_of(output: RequestOutput) -> Bits:
-    """What has to be equal."""
-    choice = output.outputs[0]
-    positions = [*(output.prompt_logprobs or []), *(choice.logprobs or [])]
+    """What has to be equal, of all choices."""
+    positions = [*(output.prompt_logprobs or [])]
+    for choice in output.outputs:
+        positions += choice.logprobs or []
     exact = tuple(
         tuple((token, entry.logprob.hex()) for token, entry in position.items()) for position in positions if position
     )  # fmt: skip
-    return tuple(choice.token_ids), exact
+    return tuple(token for choice in output.outputs for token in choice.token_ids), exact
 
 
 def check_invariance(

