@@ -392,11 +392,6 @@ def main() -> int:
         "--xla-products", action="store_true", help="let XLA time its own large products beside cuBLAS'"
     )
     parser.add_argument(
-        "--overlap",
-        action="store_true",
-        help="kernels of decode steps, not of bursts, begin while others end; they are no graphs",
-    )
-    parser.add_argument(
         "--split-heads", type=int, help="most tokens for which one kernel norms, rotates and parts heads"
     )
     parser.add_argument(
@@ -413,10 +408,6 @@ def main() -> int:
         from jaxserve.runner import engine_programs
 
         engine_programs.LIBRARY_PRODUCTS = ()
-    if options.overlap:
-        from pallas_kernels.mosaic_gpu import overlap
-
-        overlap.enabled = True
     if options.split_heads is not None:
         from pallas_kernels.split_heads import gpu
 

@@ -20,12 +20,11 @@ from jaxserve.runner.program_variants import (
     burst_variants,
     step_variants,
 )
-from jaxserve.runner.programs import LAUNCHED, LIBRARY_PRODUCTS, UNTUNED, ProgramShapes, StepPrograms
+from jaxserve.runner.programs import LIBRARY_PRODUCTS, UNTUNED, ProgramShapes, StepPrograms
 from jaxserve.runner.served_model import ServedModel
 from jaxserve.runner.step_layout import head_size
 from jaxserve.runner.weight_traffic import weight_bytes_read
 from jaxserve.step import BurstLimits
-from pallas_kernels.mosaic_gpu import overlap
 
 
 class EnginePrograms:
@@ -73,11 +72,11 @@ class EnginePrograms:
             *self._compiler_options(), bursts,
         )  # fmt: skip
 
-    def _compiler_options(self) -> tuple[CompilerOptions, CompilerOptions, CompilerOptions]:
-        """``StepPrograms``' for large, untuned and launched programs."""
+    def _compiler_options(self) -> tuple[CompilerOptions, CompilerOptions]:
+        """``StepPrograms``' for large and untuned programs."""
         if self._invariance.platform != "gpu":
-            return (), (), ()
-        return LIBRARY_PRODUCTS, UNTUNED, LAUNCHED if overlap.enabled else ()
+            return (), ()
+        return LIBRARY_PRODUCTS, UNTUNED
 
     def description(self) -> str:
         """All of this engine that its programs depend on beside their shapes."""
@@ -85,7 +84,7 @@ class EnginePrograms:
         return repr((
             served.hf_config, served.dtype, self._invariance.platform, served.backend.name, sorted(model.specs.items()),
             sorted(map(repr, model.attention_options)), self._config.parallel_config,
-            self._invariance, model.context.peer_all_reduce, overlap.enabled,
+            self._invariance, model.context.peer_all_reduce,
         ))  # fmt: skip
 
     def _make_builder(self) -> BatchBuilder:

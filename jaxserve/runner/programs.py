@@ -145,9 +145,6 @@ UNTUNED: CompilerOptions = (("xla_gpu_autotune_level", 0),)
 """For the whole sampler and for scores, on a GPU: a hundred small kernels, of which XLA would compile several each to
 find the fastest, in programs that few requests ask for. Logits take cuBLAS' first choice; they wait for memory anyway.
 """
-LAUNCHED: CompilerOptions = (("xla_gpu_graph_min_graph_size", 1 << 30), ("xla_gpu_enable_pdl_launch", False))
-"""For steps that decode and for heads, where kernels overlap, on a GPU: they do if they are launched one after another,
-not as a CUDA graph. XLA's own begin when ours have ended: they might read before they wait."""
 
 
 class StepPrograms:
@@ -156,7 +153,6 @@ class StepPrograms:
     Args:
         large_options: the compiler's, for programs whose products have ``LARGE_PRODUCTS`` rows or more, or are logits.
         untuned_options: further ones, for programs whose speed matters less than that of compiling them.
-        launched_options: further ones, for steps between fixed addresses that decode, and for heads.
         bursts: further programs, of several decode steps.
 
     Attributes:
@@ -177,7 +173,6 @@ class StepPrograms:
         placement: Placement = ONE_DEVICE,
         large_options: CompilerOptions = (),
         untuned_options: CompilerOptions = (),
-        launched_options: CompilerOptions = (),
         bursts: Sequence[BurstVariant] = (),
     ) -> None:
         self.bursts = bursts
@@ -186,7 +181,6 @@ class StepPrograms:
         self.variants, self.store, self.placement = variants, store, placement
         self.heads = head_variants(variants)
         self._large_options, self._untuned_options = large_options, untuned_options
-        self._launched_options = launched_options
         self._params = model.abstract_params(placement.mesh)
         self._param_specs = model.partition_specs()
         self._head_params = model.head_params() if self.heads else ()
@@ -212,7 +206,7 @@ class StepPrograms:
         specs, state = self._state_specs, self.state
         if variant.fixed:
             changed = (specs.kv_caches, specs.block_tables, specs.buffers)
-            program = self._placement(variant.bucket.num_tokens, launched=variant.decode_only).jit(
+            program = self._placement(variant.bucket.num_tokens).jit(
                 partial(run_forward, **options), (self._param_specs, *changed, specs.sampler.last_token_ids), changed,
                 donate=(1, 2, 3),
             )  # fmt: skip
@@ -249,17 +243,15 @@ class StepPrograms:
         )  # fmt: skip
         specs = self._state_specs
         tuned = variant.features != ALL_FEATURES
-        program = self._placement(LARGE_PRODUCTS, tuned=tuned, launched=True).jit(
+        program = self._placement(LARGE_PRODUCTS, tuned=tuned).jit(
             head, (self.head_params(self._param_specs), specs.sampler, specs.buffers), (REPLICATED, specs.sampler),
             donate=(1,),
         )  # fmt: skip
         return program.lower(self.head_params(self._params), self.state.sampler, self.state.buffers)
 
-    def _placement(self, num_rows: int, *, tuned: bool = True, launched: bool = False) -> Placement:
-        """For a program whose products have so many rows, whose kernels shall be the fastest, or may overlap."""
+    def _placement(self, num_rows: int, *, tuned: bool = True) -> Placement:
+        """For a program whose products have so many rows, and whose kernels shall be the fastest."""
         options = self._large_options if num_rows >= LARGE_PRODUCTS else ()
-        if launched:
-            options = (*options, *self._launched_options)
         if not tuned:
             options = (*options, *self._untuned_options)
         return replace(self.placement, compiler_options=(*self.placement.compiler_options, *options))

@@ -48,8 +48,6 @@ class Case:
     atomic: bool
     next: Case | None = None
     """The product whose weight is brought into the L2."""
-    early: bool = False
-    """The first steps' weights are loaded before anything that another kernel wrote is looked at."""
 
     @property
     def step(self) -> int:

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dense_matmul.gpu_case import Case
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.primitives import add_and_fetch, store
 
 
@@ -27,9 +26,6 @@ def kernel_body(case: Case, dtype: Any) -> Any:
         x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_s=None, up_full=None, up_free=None,
         residual_full=None,
     ):  # fmt: skip
-        overlap.let_next_begin(compiled=case.atomic)
-        if not case.early:
-            overlap.wait_for_earlier(compiled=case.atomic)
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
         token_tiles, refs = (refs[0][0], refs[1:]) if case.many_tokens else (1, refs)
         next_weight, refs = (refs[0], refs[1:]) if case.next is not None else (None, refs)
@@ -91,54 +87,27 @@ def kernel_body(case: Case, dtype: Any) -> Any:
                     steps = jnp.int32(config.ahead * 128 // coming.step)
                     walk(its_line, worker + turn * case.num_workers, bring, steps)
 
-            def inner_of(tile, at):
-                first = (at - tile * line.steps) * step_size
-                return pl.ds(pl.multiple_of(first, step_size), step_size)
-
-            def load_weights(tile, inner, slot):
-                """Start loading those of a step; the tile's first token."""
-                for consumer in range(consumers):
-                    tokens, row, _, exists = place(case, tile, consumer)
-
-                    @pl.when(exists)
-                    def _load(consumer=consumer, row=row):
-                        plgpu.copy_gmem_to_smem(
-                            weight.at[pl.ds(row, ROWS), inner],
-                            weights_s.at[slot, consumer],
-                            full.at[slot],
-                        )
-
-                    # The arrival that the copy would make.
-                    pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
-                return tokens
-
-            def load_early(item, done):
-                """The weights of the first steps, which no kernel writes."""
-                tile, _, start, stop, _, _ = item
-
-                def one_step(at, done):
-                    load_weights(tile, inner_of(tile, at), done)
-                    return done + 1
-
-                return lax.fori_loop(start, start + jnp.minimum(stop - start, stages - done), one_step, done)
-
             def load(item, done):
                 tile, _, start, stop, _, _ = item
 
                 def one_step(at, done):
                     slot = lax.rem(done, stages)
-                    if case.early:
+                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    first = (at - tile * line.steps) * step_size
+                    inner = pl.ds(pl.multiple_of(first, step_size), step_size)
+                    for consumer in range(consumers):
+                        tokens, row, _, exists = place(case, tile, consumer)
 
-                        @pl.when(done >= stages)
-                        def _reload():
-                            plgpu.barrier_wait(free.at[slot])
-                            load_weights(tile, inner_of(tile, at), slot)
+                        @pl.when(exists)
+                        def _load(consumer=consumer, row=row):
+                            plgpu.copy_gmem_to_smem(
+                                weight.at[pl.ds(row, ROWS), inner],
+                                weights_s.at[slot, consumer],
+                                full.at[slot],
+                            )
 
-                        inner, tokens = inner_of(tile, at), place(case, tile, 0)[0]
-                    else:
-                        pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                        inner = inner_of(tile, at)
-                        tokens = load_weights(tile, inner, slot)
+                        # The arrival that the copy would make.
+                        pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         x.at[pl.ds(tokens, width), inner], tokens_s.at[slot], full.at[slot],
                         collective_axes="cluster" if cluster > 1 else None,
@@ -147,9 +116,6 @@ def kernel_body(case: Case, dtype: Any) -> Any:
 
                 return lax.fori_loop(start, stop, one_step, done)
 
-            if case.early:
-                walk(line, worker, load_early, jnp.int32(0))
-                overlap.wait_for_earlier(compiled=case.atomic)
             done = walk(line, worker, load, jnp.int32(0))
             if case.next is not None:
                 prefetch(case.next)
@@ -161,8 +127,6 @@ def kernel_body(case: Case, dtype: Any) -> Any:
         def _consumer():
             if consumers == 2:
                 plgpu.set_max_registers(config.consumer_registers, action="increase")
-            if case.early:
-                overlap.wait_for_earlier(compiled=case.atomic)
             ours = out_s.at[0 if case.gated else warpgroup]
             loads_early = case.has_residual and width == columns
 

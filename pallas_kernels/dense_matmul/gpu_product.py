@@ -28,7 +28,6 @@ from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import Case, scratch
 from pallas_kernels.dense_matmul.gpu_kernel import kernel_body
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS, Config, chunks_of, tuned
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 
 MANY = 4096
@@ -72,7 +71,6 @@ def dense_matmul(
     case = Case(
         config, outputs, inner, 1 if gated else chunks, token_tiles > 1, num_sms // config.cluster, gated,
         residual is not None, out_dtype.name, atomic=interpret is None,
-        early=overlap.enabled and token_tiles == 1,
     )  # fmt: skip
     if ahead is not None and config.ahead and not case.many_tokens:
         next_outputs, next_inner = ahead.weight.shape

@@ -38,7 +38,6 @@ from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
 from pallas_kernels.grouped_matmul.gpu_route import GpuRoute
 from pallas_kernels.grouped_matmul.gpu_work import ALIGNED, Item, list_tiles, padded_rows
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import copy_layout, store
 
@@ -164,7 +163,7 @@ def grouped_matmul(
     case = _Case(config, num_groups, math.prod(halves), outputs, inner, num_sms)
     build = functools.partial(
         plgpu.kernel,
-        overlap.waits_first(_kernel_body(case, lhs.dtype), compiled=interpret is None),
+        _kernel_body(case, lhs.dtype),
         grid=(num_sms,),
         grid_names=("cta",),
         num_threads=case.consumers + 1,

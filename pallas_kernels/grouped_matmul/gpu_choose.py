@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_matmul import gpu_best
 from pallas_kernels.grouped_matmul.few import Chosen, Rule
 from pallas_kernels.grouped_matmul.gpu_best import TOKENS
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
@@ -65,9 +64,7 @@ def choose(
             lines = num_tokens, hidden_size // LINE, LINE
     build = functools.partial(
         plgpu.kernel,
-        overlap.waits_first(
-            _body(num_tokens, num_experts, size, rule, lines is not None), compiled=interpret is None
-        ),
+        _body(num_tokens, num_experts, size, rule, lines is not None),
         grid=(1,),
         grid_names=("cta",),
         num_threads=WARPGROUPS,

@@ -25,7 +25,6 @@ from pallas_kernels.grouped_matmul.few import Chosen
 from pallas_kernels.grouped_matmul.gpu_few_case import ALIGNED, Case, scratch
 from pallas_kernels.grouped_matmul.gpu_few_kernel import both_body, down_body, gate_up_body
 from pallas_kernels.grouped_matmul.gpu_few_tuning import FewConfig
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 
 
@@ -128,7 +127,7 @@ def _run(
         )
     build = functools.partial(
         plgpu.kernel,
-        overlap.waits_first(body, compiled=interpret is None),
+        body,
         grid=(case.grid,),
         grid_names=("cta",),
         num_threads=warpgroups,

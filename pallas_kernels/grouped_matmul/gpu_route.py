@@ -22,7 +22,6 @@ from pallas_kernels.grouped_matmul.few import Rule
 from pallas_kernels.grouped_matmul.gpu_best import TOKENS
 from pallas_kernels.grouped_matmul.route import BLOCK, Routed
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
@@ -52,7 +51,7 @@ def route(logits: jax.Array, live: jax.Array, rule: Rule, *, num_sms: int, inter
     tiled = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(2 * BLOCK))
     build = functools.partial(
         plgpu.kernel,
-        overlap.waits_first(_body(num_experts, num_sms, rule), compiled=interpret is None),
+        _body(num_experts, num_sms, rule),
         grid=(num_sms,),
         grid_names=("cta",),
         num_threads=WARPGROUPS,

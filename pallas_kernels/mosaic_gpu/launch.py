@@ -20,8 +20,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.mosaic_gpu import overlap
-
 MOST = 1 << 16
 """Tokens or rows that a kernel's operands are declared with; larger batches get a kernel of their own."""
 
@@ -66,9 +64,7 @@ def launch(
         for i, t in enumerate(types)
     ]
     num_arguments, num_refs, num_out = len(arguments), len(refs), len(out_type)
-    module = _module(
-        build, (key, overlap.enabled), tuple((t.shape, t.dtype) for t in most), num_arguments, num_refs
-    )
+    module = _module(build, key, tuple((t.shape, t.dtype) for t in most), num_arguments, num_refs)
     results = jax.ffi.ffi_call(
         TARGET,
         (*types[num_arguments:], *types[len(operands) : num_arguments]),

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.ragged_paged_attention.gpu_decode_case import Case, scratch
 from pallas_kernels.ragged_paged_attention.gpu_decode_kernel import LOG2E, kernel_body
@@ -98,7 +97,7 @@ def decode_attention(
         batched.append(len(operands) + len(refs) - 1)
     build = functools.partial(
         plgpu.kernel,
-        overlap.waits_first(kernel_body(case), compiled=case.atomic),
+        kernel_body(case),
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types=scratch(case, q.dtype, kv_cache.dtype),

@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store
 
@@ -116,7 +115,7 @@ def _add_and_normalise(
         store(normal.at[row], unit.astype(partial.dtype) * scale)
 
     build = functools.partial(
-        plgpu.kernel, overlap.waits_first(add_norm, compiled=interpret is None),
+        plgpu.kernel, add_norm,
         grid=(rows,), grid_names=("row",), kernel_name="add_norm",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024), interpret=interpret,
     )  # fmt: skip
@@ -159,7 +158,7 @@ def _normalise(x: jax.Array, weight: jax.Array, eps: float, num_ctas: int, inter
             lax.fori_loop(0, pl.cdiv(num_rows[0] - cta, num_ctas), one_row, None)
 
     build = functools.partial(
-        plgpu.kernel, overlap.waits_first(rms_norm, compiled=interpret is None),
+        plgpu.kernel, rms_norm,
         grid=(num_ctas,), grid_names=("cta",), kernel_name="rms_norm",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024), interpret=interpret,
     )  # fmt: skip

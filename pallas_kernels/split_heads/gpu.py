@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mosaic_gpu import overlap
 from pallas_kernels.mosaic_gpu.launch import launch
 from pallas_kernels.mosaic_gpu.primitives import store, warpgroup_barrier
 
@@ -111,7 +110,7 @@ def _split(
         lax.fori_loop(0, pl.cdiv(num_heads[0] - cta, num_ctas), one_head, None)
 
     build = functools.partial(
-        plgpu.kernel, overlap.waits_first(split_heads, compiled=interpret is None),
+        plgpu.kernel, split_heads,
         grid=(num_ctas,), grid_names=("cta",), kernel_name="split_heads",
         scratch_types=(plgpu.SMEM((2 * size,), jnp.float32),),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024), interpret=interpret,

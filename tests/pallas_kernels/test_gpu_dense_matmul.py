@@ -16,7 +16,6 @@ from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpect
 from pallas_kernels.dense_matmul import reference
 from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
-from pallas_kernels.mosaic_gpu import overlap
 
 pytestmark = pytest.mark.device
 
@@ -47,21 +46,12 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, int], dict[str, Any]]] = 
 }
 
 
-EARLY = ("chunks handed over and added up, a residual", "gated, two tiles of tokens", "shared rows, float32")
-"""Cases that are tried with weights that are loaded early, too."""
-
-
 @needs_mosaic_gpu
-@pytest.mark.parametrize(
-    ("name", "early"), [*((name, False) for name in CASES), *((name, True) for name in EARLY)]
-)
-def test_equals_the_oracle(
-    name: str, early: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     from pallas_kernels.dense_matmul.gpu_product import dense_matmul
     from pallas_kernels.dense_matmul.gpu_tuning import Config
 
-    monkeypatch.setattr(overlap, "enabled", early)
     (num_rows, outputs, inner), config, arguments = CASES[name]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((num_rows, inner)), jnp.bfloat16)
