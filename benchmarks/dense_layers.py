@@ -1,17 +1,16 @@
 """The section ``dense_layers`` of kernels.py: decode layers of Llama 8B as a whole, with our products and with XLA's.
 
 Norm, qkv, attention over 1,024 cached tokens a row (our kernel), out and residual, norm, gate and up, down and
-residual: what the products save beside their own time shows here, and what bringing the next weight into the L2 does.
-``ahead=n``: n steps of it for each worker; ``ahead=n/m``: m for the output product, whose weight has the time that
-attention takes. The time is that of a layer, from the first kernel's start to the last one's end. Ours are the products
-that the tuning table gives to the kernel, for so many rows; XLA has the others.
+residual: what the products save beside their own time shows here. The time is that of a layer, from the first kernel's
+start to the last one's end. Ours are the products that the tuning table gives to the kernel, for so many rows; XLA has
+the others.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ ROWS = (8, 64, 128)
 CONTEXT, BLOCK = 1024, 64
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, FFN = 32, 8, 128, 4096, 14336
 LAYERS = 4
-AHEAD = ((0, 0), (4, 4), (12, 12))
-"""Steps ahead of most weights, and of the output product's."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +34,25 @@ class Products:
 
 
 def products(tools: Any, rows: int) -> list[Products]:
-    from pallas_kernels.dense_matmul.dispatch import Ahead
     from pallas_kernels.dense_matmul.gpu import GpuDenseMatmul
-    from pallas_kernels.dense_matmul.gpu_tuning import chunks_of, tuned
 
     jax, jnp = tools.jax, tools.jnp
 
-    def xla(x: Any, weight: Any, *, residual: Any = None, gated: bool = False, ahead: Any = None) -> Any:
+    def xla(x: Any, weight: Any, *, residual: Any = None, gated: bool = False) -> Any:
         y = jnp.einsum("tk,nk->tn", x, weight, preferred_element_type=x.dtype)
         if gated:
             gate, up = jnp.split(y.astype(jnp.float32), 2, axis=1)
             y = (jax.nn.silu(gate) * up).astype(x.dtype)
         return y if residual is None else residual + y
 
-    def ours(steps: int, of_out: int) -> Callable[..., Any]:
-        def multiply(x: Any, weight: Any, *, ahead: Any = None, **kind: Any) -> Any:
-            gated = kind.get("gated", False)
-            if GpuDenseMatmul().why_not(rows, *weight.shape, weight.dtype, gated=gated) is not None:
-                return xla(x, weight, **kind)
-            chunked = chunks_of(*weight.shape) > 1 and not gated
-            config = tuned(rows, *weight.shape, chunked=chunked, gated=gated)
-            steps_now = 0 if ahead is None else of_out if ahead[0].shape == (HIDDEN, HIDDEN) else steps
-            kernel = GpuDenseMatmul(config=replace(config, ahead=steps_now))
-            return kernel(x, weight, ahead=Ahead(*ahead) if steps_now else None, **kind)
+    kernel = GpuDenseMatmul()
 
-        return multiply
+    def ours(x: Any, weight: Any, **kind: Any) -> Any:
+        gated = kind.get("gated", False)
+        left = kernel.why_not(rows, *weight.shape, weight.dtype, gated=gated) is not None
+        return (xla if left else kernel)(x, weight, **kind)
 
-    found = [Products(f"ours ahead={steps}/{of_out}", ours(steps, of_out)) for steps, of_out in AHEAD]
+    found = [Products("ours", ours)]
     return found if tools.ours_only else [Products("xla", xla), *found]
 
 
@@ -88,15 +77,14 @@ def run(tools: Any, emit: Callable[..., None], profiled: Callable[..., float]) -
         def decode(h: Any, weights: Any, caches: Any, metadata: Any) -> Any:
             plan = tools.tuned.prepare(metadata, options, num_tokens=h.shape[0], **sizes)
             kept = []
-            for i, ((qkv, out, gate_up, down), cache) in enumerate(zip(weights, caches, strict=True)):
-                y = multiply(norm(h), qkv, ahead=(out,)).reshape(h.shape[0], -1, HEAD_SIZE)
+            for (qkv, out, gate_up, down), cache in zip(weights, caches, strict=True):
+                y = multiply(norm(h), qkv).reshape(h.shape[0], -1, HEAD_SIZE)
                 q, k, v = jnp.split(y, (HEADS, HEADS + KV_HEADS), axis=1)
                 attended, cache = tools.tuned.update_and_attend(q, k, v, cache, metadata, options, None, plan)
                 kept.append(cache)
-                h = multiply(attended.reshape(h.shape[0], -1), out, residual=h, ahead=(gate_up, True))
-                y = multiply(norm(h), gate_up, gated=True, ahead=(down,))
-                following = (weights[i + 1][0],) if i + 1 < len(weights) else None
-                h = multiply(y, down, residual=h, ahead=following)
+                h = multiply(attended.reshape(h.shape[0], -1), out, residual=h)
+                y = multiply(norm(h), gate_up, gated=True)
+                h = multiply(y, down, residual=h)
             return h, kept
 
         return jax.jit(decode, donate_argnums=2)

@@ -11,7 +11,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear, onto_stream
 from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from jaxserve.layers.rope import RopeAngles
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import KVCache, scale_in, scale_out
 
@@ -87,7 +86,6 @@ class Attention(nnx.Module):
         plan: Any,
         kv_scales: jax.Array | None,
         stream: StreamNorm,
-        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """Attend, with this device's heads.
 
@@ -99,7 +97,6 @@ class Attention(nnx.Module):
             plan: the backend's, for this step and these options.
             kv_scales: float32 [2], what cached keys and values are multiplied by; None: they are as they are.
             stream: what the result is added to, and the norm of that.
-            ahead: the product that comes next.
 
         Returns:
             (the stream, [T, M], or this device's tokens of it where tokens are shared; its norms, [T, M]; the updated
@@ -108,7 +105,7 @@ class Attention(nnx.Module):
         num_tokens = x.shape[0]
         qkv = linear(
             x, self.qkv[...], value_of(self.qkv_bias), weight_first=self.context.weight_first,
-            kernel=self.context.dense_matmul, ahead=Ahead(self.out[...]),
+            kernel=self.context.dense_matmul,
         )  # fmt: skip
         q, k, v = self._split(qkv.reshape(num_tokens, -1, *self.head_shape), rope)
         if kv_scales is not None:
@@ -119,9 +116,7 @@ class Attention(nnx.Module):
         if kv_scales is not None:
             attended = scale_out(attended, kv_scales[1], k.shape[1])
         attended = attended.reshape(num_tokens, -1)
-        hidden, normal = onto_stream(
-            attended, self.out[...], value_of(self.out_bias), self.context, stream, ahead
-        )
+        hidden, normal = onto_stream(attended, self.out[...], value_of(self.out_bias), self.context, stream)
         return hidden, normal, kv_cache
 
     def _split(self, qkv: jax.Array, rope: RopeAngles) -> tuple[jax.Array, jax.Array, jax.Array]:

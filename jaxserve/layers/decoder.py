@@ -22,7 +22,6 @@ from jaxserve.layers.norm import StackedNormWeights
 from jaxserve.layers.params import LayerContext, StackedWeight, StreamNorm
 from jaxserve.layers.rope import RopeAngles, RopeConfig
 from pallas_kernels.all_reduce.peers import current_peers, reaching
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 from pallas_kernels.kv_cache_update.quantized import KVCache
 
@@ -101,7 +100,6 @@ class DecoderLayer(nnx.Module):
         metadata: AttentionMetadata,
         plan: Any,
         kv_scales: jax.Array | None,
-        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, jax.Array, KVCache, jax.Array | None]:
         """One layer's work on the residual stream.
 
@@ -110,19 +108,15 @@ class DecoderLayer(nnx.Module):
             normal: [T, M], its norms.
             norm_weights: [M] each or one of [L, M], of the norms before the feed-forward and after the layer.
             rope, kv_cache, metadata, plan, kv_scales: as ``Attention`` takes them.
-            ahead: the next layer's first product.
 
         Returns:
             (the stream, its norms, the updated cache; of a layer with experts, int32 [E]: the tokens that each got).
         """
-        between = None if isinstance(self.mlp, MoE) else self.mlp.first_product()
         stream = StreamNorm(hidden, norm_weights[0], self.norm_eps)
-        hidden, normal, kv_cache = self.attention(
-            normal, rope, kv_cache, metadata, plan, kv_scales, stream, between
-        )
+        hidden, normal, kv_cache = self.attention(normal, rope, kv_cache, metadata, plan, kv_scales, stream)
         stream = StreamNorm(hidden, norm_weights[1], self.norm_eps)
         if not isinstance(self.mlp, MoE):
-            return *self.mlp.onto(normal, stream, ahead), kv_cache, None
+            return *self.mlp.onto(normal, stream), kv_cache, None
         live = jnp.arange(normal.shape[0]) < metadata.query_start_loc[-1]
         hidden, normal, load = self.mlp.onto(normal, live, stream)
         return hidden, normal, kv_cache, load
@@ -219,7 +213,7 @@ class Decoder(nnx.Module):
             weights = self._norms_in(i, token_ids.shape[0], *norms)
             plan = plans[layer.attention.options]
             kv_scales = None if self.kv_scales is None else self.kv_scales[...][i]
-            arguments = hidden, normal, weights, rope, kv_caches[i], metadata, plan, kv_scales, self._after(i)
+            arguments = hidden, normal, weights, rope, kv_caches[i], metadata, plan, kv_scales
             hidden, normal, kv_cache, load = _run_layer(*nnx.split(layer), current_peers(), *arguments)
             new_caches.append(kv_cache)
             loads += [] if load is None else [load]
@@ -250,15 +244,6 @@ class Decoder(nnx.Module):
         if last:
             return between, StackedWeight(self.final_norm[...][None], jnp.zeros(1, jnp.int32))
         return between, self.attention_norm.stacked(layer + 1)
-
-    def _after(self, layer: int) -> Ahead | None:
-        """The product after a layer, where a kernel likes to know.
-
-        After the last one it is said to be the first layer's, so that all layers are traced as one.
-        """
-        following = self.layers[(layer + 1) % len(self.layers)].attention
-        known = self.context.dense_matmul is not None and isinstance(following, Attention)
-        return Ahead(following.qkv[...]) if known else None
 
     def _plans(
         self, num_tokens: int, metadata: AttentionMetadata, kv_caches: list[KVCache]

@@ -19,7 +19,6 @@ from jaxserve.layers.linear import linear, onto_stream
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import LayerContext, StreamNorm, value_of
 from jaxserve.layers.rope import RopeAngles
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dispatch import AttentionMetadata, AttentionOptions
 
 LATENT_NORM_EPS = 1e-6
@@ -105,7 +104,6 @@ class LatentAttention(nnx.Module):
         plan: Any,
         kv_scales: jax.Array | None,
         stream: StreamNorm,
-        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Attend, with this device's heads.
 
@@ -116,7 +114,6 @@ class LatentAttention(nnx.Module):
             metadata: the step's batch.
             plan, kv_scales: None; what other layers' attention takes.
             stream: what the result is added to, and the norm of that.
-            ahead: the product that comes next.
 
         Returns:
             (the stream, [T, M], or this device's tokens of it where tokens are shared; its norms, [T, M]; the updated
@@ -132,9 +129,7 @@ class LatentAttention(nnx.Module):
         )  # fmt: skip
         values = per_head(attended, up[:, config.nope_size :], transposed=True)
         values = values.reshape(num_tokens, -1)
-        hidden, normal = onto_stream(
-            values, self.out[...], value_of(self.out_bias), self.context, stream, ahead
-        )
+        hidden, normal = onto_stream(values, self.out[...], value_of(self.out_bias), self.context, stream)
         return hidden, normal, kv_cache
 
     def _queries(self, x: jax.Array, k_up: jax.Array, rope: RopeAngles) -> jax.Array:

@@ -9,7 +9,6 @@ from flax import nnx
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import gated_linear, linear, onto_stream, split_linear
 from jaxserve.layers.params import LayerContext, StreamNorm, value_of
-from pallas_kernels.dense_matmul.dispatch import Ahead
 
 MOST_LISTED = 64
 """The largest ``tensor_parallel_size`` that a message offers."""
@@ -44,26 +43,19 @@ class GatedMLP(nnx.Module):
         """[T, M] to [T, M], or to this device's tokens of it where tokens are shared."""
         return split_linear(self.activated(x), self.down[...], value_of(self.down_bias), self.context)
 
-    def onto(
-        self, x: jax.Array, stream: StreamNorm, ahead: Ahead | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The residual stream with that added, and its norms, [T, M]; ``ahead`` is the product that comes next."""
+    def onto(self, x: jax.Array, stream: StreamNorm) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with that added, and its norms, [T, M]."""
         bias = value_of(self.down_bias)
-        return onto_stream(self.activated(x), self.down[...], bias, self.context, stream, ahead)
-
-    def first_product(self) -> Ahead | None:
-        """What is multiplied first."""
-        return Ahead(self.gate_up[...].reshape(-1, self.gate_up[...].shape[-1]), self.gate_up_bias is None)
+        return onto_stream(self.activated(x), self.down[...], bias, self.context, stream)
 
     def activated(self, x: jax.Array) -> jax.Array:
         """[T, M] to silu(gate) * up, [T, F / devices]."""
         bias, weight = value_of(self.gate_up_bias), self.gate_up[...].reshape(-1, x.shape[1])
-        ahead = Ahead(self.down[...])
-        if bias is None and (activated := gated_linear(x, weight, self.context, ahead)) is not None:
+        if bias is None and (activated := gated_linear(x, weight, self.context)) is not None:
             return activated
         gate_up = linear(
             x, weight, None if bias is None else bias.reshape(-1), weight_first=self.context.weight_first,
-            kernel=self.context.dense_matmul, ahead=ahead,
+            kernel=self.context.dense_matmul,
         )  # fmt: skip
         halves = gate_up.reshape(x.shape[0], 2, -1).astype(jnp.float32)
         return (jax.nn.silu(halves[:, 0]) * halves[:, 1]).astype(x.dtype)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 
 from pallas_kernels.hopper import hopper_why_not
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Ahead:
-    """The product that comes next, whose weight a kernel may bring into the cache while others leave memory idle.
-
-    Args:
-        weight: [N, K].
-        gated: as that product has it.
-    """
-
-    weight: jax.Array
-    gated: bool = field(default=False, metadata={"static": True})
 
 
 class DenseMatmul(Protocol):
@@ -63,7 +48,7 @@ class DenseMatmul(Protocol):
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
-        out_dtype: Any = None, ahead: Ahead | None = None,
+        out_dtype: Any = None,
     ) -> jax.Array:  # fmt: skip
         """Multiply one device's rows by its weight.
 
@@ -73,7 +58,6 @@ class DenseMatmul(Protocol):
             residual: [T, N] added to the product in float32; the sum alone is rounded, as cuBLAS does.
             gated: the weight is a gate's N / 2 rows and as many others: silu(gate) * other, both rounded before.
             out_dtype: float32 leaves the sums as they are, without the two above.
-            ahead: what comes next; the result is the same with it and without.
 
         Returns:
             [T, N], or [T, N / 2] with ``gated``. A row's bits do not depend on the other rows or their number.

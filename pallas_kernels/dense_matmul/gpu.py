@@ -13,7 +13,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu  # stored programs need its runtime, and tracing nothing imports nothing
 import jax.numpy as jnp
 
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import supported
 from pallas_kernels.dense_matmul.gpu_product import dense_matmul
 from pallas_kernels.dense_matmul.gpu_tuning import (
@@ -77,7 +76,7 @@ class GpuDenseMatmul:
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, gated: bool = False,
-        out_dtype: Any = None, ahead: Ahead | None = None,
+        out_dtype: Any = None,
     ) -> jax.Array:  # fmt: skip
         """See ``DenseMatmul``. ValueError: what ``why_not`` says, or operands of two types."""
         if x.dtype != weight.dtype:
@@ -89,24 +88,19 @@ class GpuDenseMatmul:
         if reason is not None:
             raise ValueError(reason)
         num_sms = multiprocessors(self.num_sms)
-        num_rows, following = x.shape[0], None if ahead is None else ahead.weight
+        num_rows = x.shape[0]
         chunks = self.chunks or (1 if self.invariant else chunks_of(*weight.shape))
         config = self.config or tuned(num_rows, *weight.shape, chunked=chunks > 1 and not gated, gated=gated)
-        if following is None or self.why_not(num_rows, *following.shape, following.dtype, gated=ahead.gated):
-            ahead = None
-        return _jitted(
-            x, weight, residual, ahead if config.ahead else None, config, num_sms, gated, out_dtype, chunks,
-            self.interpret,
-        )  # fmt: skip
+        return _jitted(x, weight, residual, config, num_sms, gated, out_dtype, chunks, self.interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7, 8))
 def _jitted(
-    x: jax.Array, weight: jax.Array, residual: jax.Array | None, ahead: Ahead | None, config: Config,
-    num_sms: int, gated: bool, out_dtype: Any, chunks: int | None, interpret: Any,
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, config: Config, num_sms: int, gated: bool,
+    out_dtype: Any, chunks: int | None, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Traced once for all layers of a step."""
     return dense_matmul(
         x, weight, config=config, num_sms=num_sms, residual=residual, gated=gated, out_dtype=out_dtype,
-        ahead=ahead, chunks=chunks, interpret=interpret,
+        chunks=chunks, interpret=interpret,
     )  # fmt: skip

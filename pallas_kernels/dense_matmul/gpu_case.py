@@ -46,8 +46,6 @@ class Case:
     has_residual: bool
     out_dtype: str
     atomic: bool
-    next: Case | None = None
-    """The product whose weight is brought into the L2."""
 
     @property
     def step(self) -> int:
@@ -73,6 +71,11 @@ class Case:
     def folds(self) -> bool:
         """A tile's chunks are added up by the workers one after another: with many tiles nobody waits for that."""
         return self.many_tokens and self.chunks > 1 and self.config.width <= MOST_FOLDED
+
+    @property
+    def has_partials(self) -> bool:
+        """A chunk's sums are left for whoever adds them up."""
+        return self.chunks > 1 and not self.folds
 
     @property
     def num_workers(self) -> int:

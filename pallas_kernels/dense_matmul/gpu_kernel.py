@@ -3,319 +3,380 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dense_matmul.gpu_case import Case
 from pallas_kernels.dense_matmul.gpu_flags import signal, store_transposed, wait_for
 from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS
 from pallas_kernels.mosaic_gpu.primitives import add_and_fetch, store
 
+WGMMA = plgpu.Layout.WGMMA
 
-def kernel_body(case: Case, dtype: Any) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    config, step_size, stages = case.config, case.step, case.stages
-    width, columns, cluster, chunks = config.width, config.columns, config.cluster, case.chunks
-    consumers = config.consumers
+def kernel_body(case: Case, dtype: Any) -> Callable[..., None]:
+    """What ``plgpu.kernel`` is given."""
 
-    def dense_matmul(
-        x, weight, *refs, weights_s, tokens_s, out_s, full, free, count_s, up_s=None, up_full=None, up_free=None,
-        residual_full=None,
-    ):  # fmt: skip
+    def dense_matmul(x: Any, weight: Any, *refs: Any, **shared: Any) -> None:
         residual, refs = (refs[0], refs[1:]) if case.has_residual else (None, refs)
         token_tiles, refs = (refs[0][0], refs[1:]) if case.many_tokens else (1, refs)
-        next_weight, refs = (refs[0], refs[1:]) if case.next is not None else (None, refs)
-        line = case.line(token_tiles)
         counters, out, *refs = refs
         handed, refs = (refs[0], refs[1:]) if case.shares_chunks else (None, refs)
-        partials = refs[0] if chunks > 1 and not case.folds else None
-        worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
-        rank = lax.axis_index("cluster") if cluster > 1 else 0
+        partials = refs[0] if case.has_partials else None
+        operands = Operands(x, weight, counters, out, residual, handed, partials)
+        product = Product(case, dtype, operands, Shared(**shared), token_tiles)
 
-        def walk(line, worker, action, carry):
-            """``action(item, carry)`` for the items of a worker's stretch, the last one first."""
-            begin, end = line.border(worker), line.border(worker + 1)
+        @pl.when(product.warpgroup == case.config.consumers)
+        def _producer() -> None:
+            if case.config.consumers == 2:
+                plgpu.set_max_registers(case.config.producer_registers, action="decrease")
+            product.load()
 
-            def one_item(state):
-                stop, carry = state
-                tile, chunk, first, last = line.chunk_of(stop - 1)
-                start = jnp.maximum(first, begin)
-                return start, action((tile, chunk, start, stop, start > first, stop < last), carry)
-
-            return lax.while_loop(lambda state: state[0] > begin, one_item, (end, carry))[1]
-
-        def place(case, tile, consumer, token_tiles=token_tiles):
-            """First token, first row of the weight, first output of 64, and whether there are such."""
-            block = lax.div(tile, jnp.int32(token_tiles))
-            tokens = pl.multiple_of((tile - block * token_tiles) * width, ALIGNED)
-            block = block * cluster + rank
-            if case.gated:
-                output = pl.multiple_of(block * ROWS, ROWS)
-                row = output + consumer * (case.outputs // 2)
-                return tokens, pl.multiple_of(row, ROWS), output, output < case.outputs // 2
-            output = pl.multiple_of((block * case.config.consumers + consumer) * ROWS, ROWS)
-            return tokens, output, output, output < case.outputs
-
-        @pl.when(warpgroup == consumers)
-        def _producer():
-            if consumers == 2:
-                plgpu.set_max_registers(config.producer_registers, action="decrease")
-
-            def prefetch(coming):
-                """What the next product's workers load first, its own tiles in its own order."""
-                its_line = coming.line(1)
-
-                def bring(item, left):
-                    tile, _, start, stop, _, _ = item
-
-                    def one_step(at, _):
-                        first = pl.multiple_of((at - tile * its_line.steps) * coming.step, coming.step)
-                        for consumer in range(coming.config.consumers):
-                            _, row, _, exists = place(coming, tile, consumer, 1)
-                            block = next_weight.at[pl.ds(row, ROWS), pl.ds(first, coming.step)]
-                            plgpu.async_prefetch(block, predicate=exists)
-
-                    steps = jnp.minimum(stop - start, left)
-                    lax.fori_loop(start, start + steps, one_step, None)
-                    return left - steps
-
-                for turn in range(pl.cdiv(its_line.workers, case.num_workers)):
-                    steps = jnp.int32(config.ahead * 128 // coming.step)
-                    walk(its_line, worker + turn * case.num_workers, bring, steps)
-
-            def load(item, done):
-                tile, _, start, stop, _, _ = item
-
-                def one_step(at, done):
-                    slot = lax.rem(done, stages)
-                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    first = (at - tile * line.steps) * step_size
-                    inner = pl.ds(pl.multiple_of(first, step_size), step_size)
-                    for consumer in range(consumers):
-                        tokens, row, _, exists = place(case, tile, consumer)
-
-                        @pl.when(exists)
-                        def _load(consumer=consumer, row=row):
-                            plgpu.copy_gmem_to_smem(
-                                weight.at[pl.ds(row, ROWS), inner],
-                                weights_s.at[slot, consumer],
-                                full.at[slot],
-                            )
-
-                        # The arrival that the copy would make.
-                        pl.when(jnp.logical_not(exists))(lambda: plgpu.barrier_arrive(full.at[slot]))
-                    plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(tokens, width), inner], tokens_s.at[slot], full.at[slot],
-                        collective_axes="cluster" if cluster > 1 else None,
-                    )  # fmt: skip
-                    return done + 1
-
-                return lax.fori_loop(start, stop, one_step, done)
-
-            done = walk(line, worker, load, jnp.int32(0))
-            if case.next is not None:
-                prefetch(case.next)
-            # Others of the cluster may still send to this one, or look at its barriers.
-            for slot in range(stages):
-                pl.when(done > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
-
-        @pl.when(warpgroup < consumers)
-        def _consumer():
-            if consumers == 2:
-                plgpu.set_max_registers(config.consumer_registers, action="increase")
-            ours = out_s.at[0 if case.gated else warpgroup]
-            loads_early = case.has_residual and width == columns
-
-            def leaves(piece, tokens, output):
-                """The piece's tokens of this consumer's outputs, in global memory."""
-                return out.at[pl.ds(tokens + piece * columns, columns), pl.ds(output, ROWS)]
-
-            def load_residual(piece, tokens, output):
-                rows = pl.ds(tokens + piece * columns, columns)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-                plgpu.copy_gmem_to_smem(
-                    residual.at[rows, pl.ds(output, ROWS)], ours, residual_full.at[warpgroup]
-                )
-
-            def store_piece(value, piece, tokens, output):
-                if case.out_dtype == "float32":
-                    store_transposed(leaves(piece, tokens, output), value, direct=case.atomic)
-                    return
-                if residual is not None:
-                    if not loads_early:
-                        load_residual(piece, tokens, output)
-                    plgpu.barrier_wait(residual_full.at[warpgroup])
-                    before = plgpu.load(ours.T, layout=plgpu.Layout.WGMMA, optimized=False)
-                    value = before.astype(jnp.float32) + value  # rounded once, as cuBLAS does
-                else:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                ours.T[...] = value.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(ours, leaves(piece, tokens, output))
-
-            def store_gated(value, piece, tokens, output):
-                """The second consumer has the other half: it hands it over in shared memory."""
-
-                @pl.when(warpgroup == 1)
-                def _up():
-                    plgpu.barrier_wait(up_free)
-                    store(up_s, value.astype(dtype))
-                    plgpu.barrier_arrive(up_full)
-
-                @pl.when(warpgroup == 0)
-                def _gate():
-                    gate = value.astype(dtype).astype(jnp.float32)
-                    plgpu.barrier_wait(up_full)
-                    up = plgpu.load(up_s, layout=plgpu.Layout.WGMMA, optimized=False)
-                    # In XLA's order: there may be a kernel of its for other numbers of rows.
-                    product = gate * (1.0 / (jnp.exp(-gate) + 1.0)) * up.astype(jnp.float32)
-                    plgpu.barrier_arrive(up_free)
-                    store_piece(product, piece, tokens, output)
-
-            def finish(tile, value_of):
-                """``value_of(piece)`` are a tile's sums, [64, columns]."""
-                tokens, _, output, exists = place(case, tile, warpgroup)
-
-                @pl.when(exists)
-                def _store():
-                    for piece in range(width // columns):
-                        (store_gated if case.gated else store_piece)(value_of(piece), piece, tokens, output)
-
-            def slot_of(tile):
-                """Among 64 outputs by a tile's tokens."""
-                return (tile * cluster + rank) * consumers + warpgroup
-
-            def add_up(item, sums):
-                """Leave a chunk's sums; whoever is the last of a tile's chunks adds them up in order."""
-                tile, chunk = item[:2]
-                slot = slot_of(tile)
-                store(partials.at[slot * chunks + chunk], sums)
-                counter = case.num_handed + slot
-                before = add_and_fetch(
-                    counters.at[pl.ds(counter, 1)], count_s.at[warpgroup], jnp.int32(1), atomic=case.atomic
-                )
-
-                if loads_early:
-                    unused = place(case, tile, warpgroup)[3] & (before != chunks - 1)
-                    pl.when(unused)(lambda: plgpu.barrier_wait(residual_full.at[warpgroup]))
-
-                @pl.when(before == chunks - 1)
-                def _merge():
-                    counters[counter] = jnp.int32(0)
-
-                    def load_partial(chunk, piece):
-                        part = partials.at[slot * chunks + chunk, :, pl.ds(piece * columns, columns)]
-                        return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False)
-
-                    def value_of(piece):
-                        parts = [load_partial(chunk, piece) for chunk in range(chunks)]
-                        return functools.reduce(lambda a, b: a + b, parts)
-
-                    finish(tile, value_of)
-
-            def products(sums, start, stop, done):
-                def one_step(at, done):
-                    slot = lax.rem(done, stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(sums, weights_s.at[slot, warpgroup], tokens_s.at[slot].T)
-                    plgpu.wgmma_wait(1)  # the step before is done with its slot
-                    before = lax.rem(done + stages - 1, stages)
-                    pl.when(at > start)(lambda: plgpu.barrier_arrive(free.at[before]))
-                    return done + 1
-
-                lax.fori_loop(start, stop, one_step, done)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[lax.rem(done + stop - start - 1, stages)])
-
-            def from_zero(start, stop, done):
-                def run(sums):
-                    products(sums, start, stop, done)
-                    return sums[...]
-
-                return pl.run_scoped(run, plgpu.ACC((ROWS, width), jnp.float32))
-
-            def slot_of_handed(of):
-                return (of * cluster + rank) * consumers + warpgroup
-
-            def load_partial():
-                wait_for(counters.at[pl.ds(slot_of_handed(worker), 1)], atomic=case.atomic)
-                left = handed.at[slot_of_handed(worker)]
-                return plgpu.load(left, layout=plgpu.Layout.WGMMA, optimized=False)
-
-            def has_loaded():
-                counters[slot_of_handed(worker)] = jnp.int32(0)
-
-            def one_chunk(item, done):
-                """The sums of a chunk or of what the stretch has of it, going on from those before."""
-                _, _, start, stop, goes_on, _ = item
-
-                def from_handed():
-                    if case.atomic:
-                        run = functools.partial(products, start=start, stop=stop, done=done)
-                        sums = pl.run_state(run)(plgpu.ACC.init(load_partial()))
-                    else:
-                        sums = load_partial() + from_zero(start, stop, done)  # there sums begin with nothing
-                    # It comes last so that the compiler does not join the two ways' ends, where sums are in flight.
-                    has_loaded()
-                    return sums
-
-                if not case.shares_chunks:
-                    return from_zero(start, stop, done)
-                return lax.cond(goes_on, from_handed, lambda: from_zero(start, stop, done))
-
-            def folded_chunks(item, done):
-                """The sums of a tile's chunks in the stretch, added to those before in order."""
-                tile, _, start, stop, goes_on, _ = item
-                first, end = line.chunks_between(tile, start, stop)
-
-                def nothing():
-                    return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-
-                def fold(chunk, total):
-                    begin, end = line.chunk_border(tile, chunk), line.chunk_border(tile, chunk + 1)
-                    # Adding to zero changes nothing: sums that began with zero are no negative one.
-                    return total + from_zero(begin, end, done + begin - start)
-
-                total = lax.fori_loop(first, end, fold, lax.cond(goes_on, load_partial, nothing))
-                pl.when(goes_on)(has_loaded)
-                return total
-
-            def multiply(item, done):
-                tile, _, start, stop, _, is_left = item
-                if loads_early:
-                    tokens, _, output, exists = place(case, tile, warpgroup)
-                    stored = exists & jnp.logical_not(is_left)
-                    pl.when(stored)(lambda: load_residual(0, tokens, output))
-                sums = (folded_chunks if case.folds else one_chunk)(item, done)
-
-                def hand_over():
-                    after = slot_of_handed(worker + 1)
-                    store(handed.at[after], sums)
-                    signal(counters.at[pl.ds(after, 1)], atomic=case.atomic)
-
-                def complete():
-                    if partials is not None:
-                        add_up(item, sums)
-                    else:
-                        pieces = [sums[:, i * columns : (i + 1) * columns] for i in range(width // columns)]
-                        finish(tile, lambda piece: pieces[piece])
-
-                if case.shares_chunks:
-                    pl.when(is_left)(hand_over)
-                    pl.when(jnp.logical_not(is_left))(complete)
-                else:
-                    complete()
-                return done + (stop - start)
-
-            if case.gated:
-                pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(up_free))
-            walk(line, worker, multiply, jnp.int32(0))
-            if case.gated:
-                pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(up_free))
-            plgpu.wait_smem_to_gmem(0)
+        @pl.when(product.warpgroup < case.config.consumers)
+        def _consumer() -> None:
+            if case.config.consumers == 2:
+                plgpu.set_max_registers(case.config.consumer_registers, action="increase")
+            product.multiply()
 
     return dense_matmul
+
+
+@dataclass(frozen=True)
+class Operands:
+    """References to global memory.
+
+    Args:
+        x, weight, residual: see ``gpu_product.dense_matmul``.
+        counters: flags of handed sums, then counts of finished chunks.
+        out: what it returns.
+        handed: float32 [workers and consumers, 64, width]: sums that the worker before left.
+        partials: float32 [64 outputs of tiles and chunks, 64, width]: sums of chunks.
+    """
+
+    x: Any
+    weight: Any
+    counters: Any
+    out: Any
+    residual: Any
+    handed: Any
+    partials: Any
+
+
+@dataclass(frozen=True)
+class Shared:
+    """References to shared memory and its barriers; ``gpu_case.scratch`` makes them."""
+
+    weights_s: Any
+    tokens_s: Any
+    out_s: Any
+    full: Any
+    free: Any
+    count_s: Any
+    up_s: Any = None
+    up_full: Any = None
+    up_free: Any = None
+    residual_full: Any = None
+
+
+class Product:
+    """A worker's part of the product, as the kernel is traced.
+
+    Its step ``n`` uses slot ``n % stages`` of the shared memory.
+    """
+
+    def __init__(self, case: Case, dtype: Any, operands: Operands, shared: Shared, token_tiles: Any) -> None:
+        self.case, self.dtype, self.operands, self.shared = case, dtype, operands, shared
+        self.token_tiles, self.line = token_tiles, case.line(token_tiles)
+        self.width, self.columns, self.stages = case.config.width, case.config.columns, case.stages
+        self.worker, self.warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+        self.rank = lax.axis_index("cluster") if case.config.cluster > 1 else 0
+        self.loads_early = case.has_residual and self.width == self.columns
+
+    # --- where things are ------------------------------------------------------------------------------------------
+
+    def walk(self, action: Callable[..., Any], carry: Any) -> Any:
+        """``action(item, carry)`` for the items of this worker's stretch, the last one first."""
+        line = self.line
+        begin, end = line.border(self.worker), line.border(self.worker + 1)
+
+        def one_item(state: Any) -> Any:
+            stop, carry = state
+            tile, chunk, first, last = line.chunk_of(stop - 1)
+            start = jnp.maximum(first, begin)
+            return start, action((tile, chunk, start, stop, start > first, stop < last), carry)
+
+        return lax.while_loop(lambda state: state[0] > begin, one_item, (end, carry))[1]
+
+    def place(self, tile: Any, consumer: Any) -> Any:
+        """First token, first row of the weight, first output of 64, and whether there are such."""
+        case = self.case
+        block = lax.div(tile, jnp.int32(self.token_tiles))
+        tokens = pl.multiple_of((tile - block * self.token_tiles) * self.width, ALIGNED)
+        block = block * case.config.cluster + self.rank
+        if case.gated:
+            output = pl.multiple_of(block * ROWS, ROWS)
+            row = output + consumer * (case.outputs // 2)
+            return tokens, pl.multiple_of(row, ROWS), output, output < case.outputs // 2
+        output = pl.multiple_of((block * case.config.consumers + consumer) * ROWS, ROWS)
+        return tokens, output, output, output < case.outputs
+
+    def inner_of(self, tile: Any, at: Any) -> Any:
+        first = (at - tile * self.line.steps) * self.case.step
+        return pl.ds(pl.multiple_of(first, self.case.step), self.case.step)
+
+    def leaves(self, out: Any, piece: int, tokens: Any, output: Any) -> Any:
+        """The piece's tokens of this consumer's outputs, in global memory."""
+        return out.at[pl.ds(tokens + piece * self.columns, self.columns), pl.ds(output, ROWS)]
+
+    def slot_of(self, tile: Any) -> Any:
+        """Among 64 outputs by a tile's tokens."""
+        return (tile * self.case.config.cluster + self.rank) * self.case.config.consumers + self.warpgroup
+
+    def slot_of_handed(self, worker: Any) -> Any:
+        return (worker * self.case.config.cluster + self.rank) * self.case.config.consumers + self.warpgroup
+
+    def counter(self, index: Any) -> Any:
+        return self.operands.counters.at[pl.ds(index, 1)]
+
+    def reset(self, index: Any) -> None:
+        self.operands.counters[index] = jnp.int32(0)
+
+    # --- the loading warpgroup -------------------------------------------------------------------------------------
+
+    def load(self) -> Any:
+        """Load all steps, as slots get free, and wait until nobody of the cluster looks at them any more."""
+        stages, shared = self.stages, self.shared
+        cluster = "cluster" if self.case.config.cluster > 1 else None
+
+        def item_steps(item: Any, done: Any) -> Any:
+            tile, _, start, stop, _, _ = item
+
+            def one_step(at: Any, done: Any) -> Any:
+                slot = lax.rem(done, stages)
+                pl.when(done >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+                inner = self.inner_of(tile, at)
+                self.load_weights(tile, inner, slot)
+                tokens = self.operands.x.at[pl.ds(self.place(tile, 0)[0], self.width), inner]
+                plgpu.copy_gmem_to_smem(
+                    tokens, shared.tokens_s.at[slot], shared.full.at[slot], collective_axes=cluster
+                )
+                return done + 1
+
+            return lax.fori_loop(start, stop, one_step, done)
+
+        done = self.walk(item_steps, jnp.int32(0))
+        # Others of the cluster may still send to this CTA, or look at its barriers.
+        for slot in range(stages):
+            pl.when(done > slot)(functools.partial(plgpu.barrier_wait, shared.free.at[slot]))
+
+    def load_weights(self, tile: Any, inner: Any, slot: Any) -> None:
+        for consumer in range(self.case.config.consumers):
+            _, row, _, exists = self.place(tile, consumer)
+            full = self.shared.full.at[slot]
+
+            @pl.when(exists)
+            def _load(consumer: int = consumer, row: Any = row, full: Any = full) -> None:
+                weights = self.operands.weight.at[pl.ds(row, ROWS), inner]
+                plgpu.copy_gmem_to_smem(weights, self.shared.weights_s.at[slot, consumer], full)
+
+            # The arrival that the copy would make.
+            pl.when(jnp.logical_not(exists))(functools.partial(plgpu.barrier_arrive, full))
+
+    # --- a multiplying warpgroup -----------------------------------------------------------------------------------
+
+    def multiply(self) -> None:
+        """Multiply all steps, and store what that makes whole."""
+        case, shared = self.case, self.shared
+        if case.gated:
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_arrive(shared.up_free))
+        self.walk(self._one_item, jnp.int32(0))
+        if case.gated:
+            pl.when(self.warpgroup == 1)(lambda: plgpu.barrier_wait(shared.up_free))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _one_item(self, item: Any, done: Any) -> Any:
+        tile, _, start, stop, _, is_left = item
+        if self.loads_early:
+            tokens, _, output, exists = self.place(tile, self.warpgroup)
+            stored = exists & jnp.logical_not(is_left)
+            pl.when(stored)(lambda: self._load_residual(0, tokens, output))
+        sums = (self._folded_chunks if self.case.folds else self._one_chunk)(item, done)
+
+        def hand_over() -> None:
+            after = self.slot_of_handed(self.worker + 1)
+            store(self.operands.handed.at[after], sums)
+            signal(self.counter(after), atomic=self.case.atomic)
+
+        def complete() -> None:
+            if self.operands.partials is not None:
+                self._add_up(item, sums)
+                return
+            columns = self.columns
+            pieces = [sums[:, i * columns : (i + 1) * columns] for i in range(self.width // columns)]
+            self._finish(tile, lambda piece: pieces[piece])
+
+        if self.case.shares_chunks:
+            pl.when(is_left)(hand_over)
+            pl.when(jnp.logical_not(is_left))(complete)
+        else:
+            complete()
+        return done + (stop - start)
+
+    def _one_chunk(self, item: Any, done: Any) -> Any:
+        """The sums of a chunk or of what the stretch has of it, going on from those before."""
+        _, _, start, stop, goes_on, _ = item
+
+        def from_handed() -> Any:
+            if self.case.atomic:
+                run = functools.partial(self._steps, start=start, stop=stop, done=done)
+                sums = pl.run_state(run)(plgpu.ACC.init(self._load_handed()))
+            else:
+                # There sums begin with nothing.
+                sums = self._load_handed() + self._from_zero(start, stop, done)
+            # It comes last so that the compiler does not join the two ways' ends, where sums are in flight.
+            self.reset(self.slot_of_handed(self.worker))
+            return sums
+
+        if not self.case.shares_chunks:
+            return self._from_zero(start, stop, done)
+        return lax.cond(goes_on, from_handed, lambda: self._from_zero(start, stop, done))
+
+    def _folded_chunks(self, item: Any, done: Any) -> Any:
+        """The sums of a tile's chunks in the stretch, added to those before in order."""
+        tile, _, start, stop, goes_on, _ = item
+        line = self.line
+        first, end = line.chunks_between(tile, start, stop)
+
+        def nothing() -> Any:
+            return plgpu.layout_cast(jnp.zeros((ROWS, self.width), jnp.float32), WGMMA)
+
+        def fold(chunk: Any, total: Any) -> Any:
+            begin, end = line.chunk_border(tile, chunk), line.chunk_border(tile, chunk + 1)
+            # Adding to zero changes nothing: sums that began with zero are no negative one.
+            return total + self._from_zero(begin, end, done + begin - start)
+
+        total = lax.fori_loop(first, end, fold, lax.cond(goes_on, self._load_handed, nothing))
+        pl.when(goes_on)(lambda: self.reset(self.slot_of_handed(self.worker)))
+        return total
+
+    def _load_handed(self) -> Any:
+        slot = self.slot_of_handed(self.worker)
+        wait_for(self.counter(slot), atomic=self.case.atomic)
+        return plgpu.load(self.operands.handed.at[slot], layout=WGMMA, optimized=False)
+
+    def _from_zero(self, start: Any, stop: Any, done: Any) -> Any:
+        def run(sums: Any) -> Any:
+            self._steps(sums, start, stop, done)
+            return sums[...]
+
+        return pl.run_scoped(run, plgpu.ACC((ROWS, self.width), jnp.float32))
+
+    def _steps(self, sums: Any, start: Any, stop: Any, done: Any) -> None:
+        stages, shared = self.stages, self.shared
+
+        def one_step(at: Any, done: Any) -> Any:
+            slot = lax.rem(done, stages)
+            plgpu.barrier_wait(shared.full.at[slot])
+            plgpu.wgmma(sums, shared.weights_s.at[slot, self.warpgroup], shared.tokens_s.at[slot].T)
+            plgpu.wgmma_wait(1)  # the step before is done with its slot
+            before = lax.rem(done + stages - 1, stages)
+            pl.when(at > start)(lambda: plgpu.barrier_arrive(shared.free.at[before]))
+            return done + 1
+
+        lax.fori_loop(start, stop, one_step, done)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(shared.free.at[lax.rem(done + stop - start - 1, stages)])
+
+    def _add_up(self, item: Any, sums: Any) -> None:
+        """Leave a chunk's sums; whoever is the last of a tile's chunks adds them up in order."""
+        tile, chunk = item[:2]
+        case, partials, columns = self.case, self.operands.partials, self.columns
+        slot = self.slot_of(tile)
+        store(partials.at[slot * case.chunks + chunk], sums)
+        counter = case.num_handed + slot
+        before = add_and_fetch(
+            self.counter(counter), self.shared.count_s.at[self.warpgroup], jnp.int32(1), atomic=case.atomic
+        )
+        if self.loads_early:
+            unused = self.place(tile, self.warpgroup)[3] & (before != case.chunks - 1)
+            pl.when(unused)(lambda: plgpu.barrier_wait(self.shared.residual_full.at[self.warpgroup]))
+
+        @pl.when(before == case.chunks - 1)
+        def _merge() -> None:
+            self.reset(counter)
+
+            def load_partial(chunk: int, piece: int) -> Any:
+                part = partials.at[slot * case.chunks + chunk, :, pl.ds(piece * columns, columns)]
+                return plgpu.load(part, layout=WGMMA, optimized=False)
+
+            def value_of(piece: int) -> Any:
+                parts = [load_partial(chunk, piece) for chunk in range(case.chunks)]
+                return functools.reduce(lambda a, b: a + b, parts)
+
+            self._finish(tile, value_of)
+
+    # --- what follows a product ------------------------------------------------------------------------------------
+
+    def _finish(self, tile: Any, value_of: Callable[[int], Any]) -> None:
+        """``value_of(piece)`` are a tile's sums, [64, columns]."""
+        tokens, _, output, exists = self.place(tile, self.warpgroup)
+
+        @pl.when(exists)
+        def _store() -> None:
+            for piece in range(self.width // self.columns):
+                store_one = self._store_gated if self.case.gated else self._store_piece
+                store_one(value_of(piece), piece, tokens, output)
+
+    def _load_residual(self, piece: int, tokens: Any, output: Any) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
+        residual = self.leaves(self.operands.residual, piece, tokens, output)
+        plgpu.copy_gmem_to_smem(
+            residual, self.shared.out_s.at[self.warpgroup], self.shared.residual_full.at[self.warpgroup]
+        )
+
+    def _store_piece(self, value: Any, piece: int, tokens: Any, output: Any) -> None:
+        case, ours = self.case, self.shared.out_s.at[0 if self.case.gated else self.warpgroup]
+
+        def leaves() -> Any:
+            return self.leaves(self.operands.out, piece, tokens, output)
+
+        if case.out_dtype == "float32":
+            store_transposed(leaves(), value, direct=case.atomic)
+            return
+        if case.has_residual:
+            if not self.loads_early:
+                self._load_residual(piece, tokens, output)
+            plgpu.barrier_wait(self.shared.residual_full.at[self.warpgroup])
+            before = plgpu.load(ours.T, layout=WGMMA, optimized=False)
+            value = before.astype(jnp.float32) + value  # rounded once, as cuBLAS does
+        else:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        ours.T[...] = value.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(ours, leaves())
+
+    def _store_gated(self, value: Any, piece: int, tokens: Any, output: Any) -> None:
+        """The second consumer has the other half: it hands it over in shared memory."""
+        shared = self.shared
+
+        @pl.when(self.warpgroup == 1)
+        def _up() -> None:
+            plgpu.barrier_wait(shared.up_free)
+            store(shared.up_s, value.astype(self.dtype))
+            plgpu.barrier_arrive(shared.up_full)
+
+        @pl.when(self.warpgroup == 0)
+        def _gate() -> None:
+            gate = value.astype(self.dtype).astype(jnp.float32)
+            plgpu.barrier_wait(shared.up_full)
+            up = plgpu.load(shared.up_s, layout=WGMMA, optimized=False)
+            # In XLA's order: there may be a kernel of its for other numbers of rows.
+            product = gate * (1.0 / (jnp.exp(-gate) + 1.0)) * up.astype(jnp.float32)
+            plgpu.barrier_arrive(shared.up_free)
+            self._store_piece(product, piece, tokens, output)

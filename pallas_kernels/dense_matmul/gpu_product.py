@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_case import Case, scratch
 from pallas_kernels.dense_matmul.gpu_kernel import kernel_body
-from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS, Config, chunks_of, tuned
+from pallas_kernels.dense_matmul.gpu_tuning import ALIGNED, ROWS, Config, chunks_of
 from pallas_kernels.mosaic_gpu.launch import launch
 
 MANY = 4096
@@ -36,7 +35,7 @@ MANY = 4096
 
 def dense_matmul(
     x: jax.Array, weight: jax.Array, *, config: Config, num_sms: int, residual: jax.Array | None = None,
-    gated: bool = False, out_dtype: Any = None, ahead: Ahead | None = None, chunks: int | None = None,
+    gated: bool = False, out_dtype: Any = None, chunks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
     """[T, N], or [T, N / 2] with ``gated``; see ``reference``. Sums in float32, rounded to ``out_dtype`` (x's).
@@ -46,7 +45,6 @@ def dense_matmul(
         weight: [N, K] of the same type; N and K multiples of 64.
         num_sms: multiprocessors to fill.
         residual: [T, N] of x's type.
-        ahead: what comes next, of which ``config.ahead`` steps are brought into the L2.
         chunks: instead of the shape's own; then the bits are others.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -72,16 +70,6 @@ def dense_matmul(
         config, outputs, inner, 1 if gated else chunks, token_tiles > 1, num_sms // config.cluster, gated,
         residual is not None, out_dtype.name, atomic=interpret is None,
     )  # fmt: skip
-    if ahead is not None and config.ahead and not case.many_tokens:
-        next_outputs, next_inner = ahead.weight.shape
-        next_chunks = 1 if ahead.gated else chunks_of(next_outputs, next_inner)
-        of_next = tuned(num_rows, next_outputs, next_inner, chunked=next_chunks > 1, gated=ahead.gated)
-        if of_next.cluster == config.cluster:
-            following = replace(
-                case, config=of_next, outputs=next_outputs, inner=next_inner, chunks=next_chunks, gated=ahead.gated,
-                has_residual=False, out_dtype=x.dtype.name,
-            )  # fmt: skip
-            case = replace(case, next=following)
     # Zero before and after every call. They are changed behind XLA's back, which would copy them for each call if it
     # knew: kernels of a program follow one another, so that all of them may use the same.
     # They have one size, so that all of a program's are one array.
@@ -91,8 +79,6 @@ def dense_matmul(
     batched = [0] + ([2] if residual is not None else [])
     if case.many_tokens:
         operands.append(jnp.full(4, token_tiles, jnp.int32))
-    if ahead is not None and case.next is not None:
-        operands.append(ahead.weight)
     if interpret is None:
         operands.append(counters)
     else:
@@ -101,7 +87,7 @@ def dense_matmul(
     out_type = (jax.ShapeDtypeStruct((rows, outputs // 2 if gated else outputs), out_dtype),)
     if case.shares_chunks:
         out_type += (jax.ShapeDtypeStruct((case.num_handed, ROWS, config.width), jnp.float32),)
-    if case.chunks > 1 and not case.folds:
+    if case.has_partials:
         batched.append(len(operands) + len(refs) + len(out_type))
         num_partials = case.num_sums(token_tiles) * chunks
         out_type += (jax.ShapeDtypeStruct((num_partials, ROWS, config.width), jnp.float32),)

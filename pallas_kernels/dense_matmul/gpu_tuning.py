@@ -38,8 +38,6 @@ class Config:
         cluster: CTAs that share the rows they load, 1, 2 or 4.
         consumers: multiplying warpgroups of a CTA, with 64 outputs each, 1 or 2.
         hand_over: sums go from one worker to another, so that all have as much to do.
-        ahead: steps of 128 contracted elements of the weight that comes next, which each worker brings into the L2
-            when its own loads are under way: those that the next kernel's workers load first.
         consumer_registers, producer_registers: registers a thread of a multiplying and of the loading warpgroup gets.
     """
 
@@ -49,7 +47,6 @@ class Config:
     cluster: int = 1
     consumers: int = 2
     hand_over: bool = True
-    ahead: int = 0
     consumer_registers: int = 216
     producer_registers: int = 72
 

@@ -14,7 +14,6 @@ import pytest
 from gpu_interpreter import COMPILER_OPTIONS, needs_mosaic_gpu, strict, unexpected_races
 
 from pallas_kernels.dense_matmul import reference
-from pallas_kernels.dense_matmul.dispatch import Ahead
 from pallas_kernels.dense_matmul.gpu_work import Line, chunk_borders
 
 pytestmark = pytest.mark.device
@@ -133,10 +132,9 @@ def lowered(num_rows: int, outputs: int, inner: int, config: Any = None, **kind:
     x, weight = (jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16) for rows in (num_rows, outputs))
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     residual = struct((num_rows, outputs)) if kind.pop("residual", False) else None
-    ahead = Ahead(struct(kind.pop("ahead")), gated=True) if "ahead" in kind else None
     multiply = GpuDenseMatmul(num_sms=132, always=True, config=config)
     run = jax.jit(functools.partial(multiply, **kind))
-    traced = run.trace(x, weight, residual=residual, ahead=ahead)
+    traced = run.trace(x, weight, residual=residual)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -151,9 +149,9 @@ def test_it_lowers() -> None:
         lowered(8, 128256, 4096, out_dtype=jnp.float32),
         lowered(64, 4096, 4096, Config(64, cluster=2)),
         lowered(8, 4096, 1024),
-        lowered(128, 4096, 4096, Config(128, consumers=1, ahead=2), ahead=(28672, 4096)),
+        lowered(128, 4096, 4096, Config(128, consumers=1)),
         lowered(500, 4096, 14336, residual=True),
-        lowered(8, 6144, 4096, Config(8, ahead=2), ahead=(28672, 4096)),
+        lowered(8, 6144, 4096, Config(8)),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
     many = [lowered(rows, 4096, 1024, residual=True) for rows in (512, 1024)]

@@ -19,10 +19,10 @@ needs_mosaic_gpu = pytest.mark.skipif(not MOSAIC_GPU, reason="Mosaic GPU's inter
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 """Compiling what interprets a kernel takes longer than running it."""
 
-COUNTER = ("add_and_fetch", "_merge")
-PARTIAL = "load_partial"
-"""Functions that use an atomic counter, and one that reads what it orders. The interpreter knows no atomics: it runs
-one CTA after another."""
+COUNTER = ("add_and_fetch", "_merge", "reset")
+PARTIAL = ("load_partial", "_load_handed")
+"""Functions that use an atomic counter or set it back, and those that read what it orders. The interpreter knows no
+atomics: it runs one CTA after another."""
 
 
 TWICE = "store"
@@ -62,7 +62,7 @@ def _ordered(accesses: list[str]) -> bool:
     def repeats(access: str) -> bool:
         return "write of" in access and "memory_space_id=0" in access and within(access, TWICE)
 
-    if any(within(each, PARTIAL) for each in accesses) or all(within(each, *COUNTER) for each in accesses):
+    if any(within(each, *PARTIAL) for each in accesses) or all(within(each, *COUNTER) for each in accesses):
         return True
     return all(map(repeats, accesses))
 
