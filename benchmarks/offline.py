@@ -3,9 +3,11 @@
 Prints each case's figure, its target and whether it is met, its floor (bytes over the memory bandwidth for decode,
 operations over the matrix rate for prefill, both for throughput) and the ratio to it, the ratio to the peer's figure
 where one is known, and tokens a second. ``--engine vllm`` runs the same cases through an installed vLLM, so that both
-can be measured in one run. ``--steps`` adds where each case's time went, by kind and padded size of step: steps, ms a
-step (from when the device could begin it to when its tokens were read), the share of it, live tokens, the share of
-padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of four decode steps.
+can be measured in one run: with ``--peer`` and what that wrote, ratios are to its figures instead of the table's.
+``--repeats 2`` runs each case twice and prints both: a kernel that is compiled when it is first needed, as some of the
+peer's are, takes its time from the first. ``--steps`` adds where each case's time went, by kind and padded size of
+step: steps, ms a step (from when the device could begin it to when its tokens were read), the share of it, live tokens,
+the share of padding, and what the host took beside waiting; ``decode 4x`` is a dispatch of four decode steps.
 
     python benchmarks/offline.py --model llama-8b --decode 1,8,64 --prefill 1x2048 --throughput
     python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,1x8192  # all that one model is asked for
@@ -257,7 +259,12 @@ class Engine:
 class Benchmark:
     """Runs cases and prints a line for each."""
 
-    def __init__(self, engine: Engine, model: str, config: dict[str, Any], scale: int) -> None:
+    def __init__(
+        self, engine: Engine, model: str, config: dict[str, Any], scale: int, peer: Path | None = None
+    ) -> None:
+        """``peer``: what ``--output`` wrote of another engine."""
+        cases = [] if peer is None else json.loads(peer.read_text())
+        self.measured = None if peer is None else {each["case"]: each.get("value") for each in cases}
         self.engine, self.shape, self.scale = engine, Shape.of(config), scale
         self.vocab = config["vocab_size"]
         self.peer, self.targets = PEER.get(model, {}), TARGETS.get(model, {})
@@ -274,6 +281,8 @@ class Benchmark:
     ) -> None:  # fmt: skip
         """Print a case; small values are good but for rates and ratios. ``rate``: tokens a second."""
         line, met = f"{case:34s} {value:10.2f} {unit:8s}", None
+        if self.measured is not None:
+            peer = self.measured.get(case)
         if rate is not None:
             line += f" {rate:9.0f} tokens/s"
         if target is not None and self.scale == 1:
@@ -291,7 +300,8 @@ class Benchmark:
         })  # fmt: skip
 
     def summary(self) -> None:
-        judged = [each for each in self.results if each["met"] is not None]
+        last = {each["case"]: each for each in self.results}
+        judged = [each for each in last.values() if each["met"] is not None]
         missed = [each["case"] for each in judged if not each["met"]]
         if judged:
             print(
@@ -386,6 +396,12 @@ def main() -> int:
         "--start", choices=("empty", "warm"), help="what the compile cache is, to print the start's target"
     )
     parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of each case; the last one's figure counts"
+    )
+    parser.add_argument(
+        "--peer", type=Path, help="what --output wrote of another engine, instead of the table's figures"
+    )
+    parser.add_argument(
         "--steps", action="store_true", help="print where each case's time went, by kind of step"
     )
     parser.add_argument(
@@ -401,6 +417,12 @@ def main() -> int:
     parser.add_argument("--output", help="write the results here as JSON")
     parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
+    if options.engine != "jaxserve":
+        for name in ("steps", "profile", "cache_plan"):
+            if getattr(options, name):
+                parser.error(
+                    f"--{name.replace('_', '-')} looks into jaxserve's engine, and {options.engine} has another"
+                )
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
         logging.getLogger("jaxserve.runner.compilation").setLevel(logging.DEBUG)  # each program's time
@@ -425,14 +447,15 @@ def main() -> int:
         planned = cache_size.start_plan(folder, options.cache_plan, {"max_model_len": 16384, **arguments})
     engine = Engine(options.engine, folder, arguments, steps=options.steps)
     print(f"{options.engine}, {options.model}: ready after {engine.startup:.1f} s", flush=True)
-    benchmark = Benchmark(engine, options.model, config, options.scale)
+    benchmark = Benchmark(engine, options.model, config, options.scale, options.peer)
     benchmark.start(options.start)
     if planned is not None:
         benchmark.cache(*cache_size.compare(engine.llm, planned))
     parts = Parts(limit=options.limit)
     parts.run("warm-up", lambda: engine.run(benchmark.prompts([64] * 4), [8] * 4))
     for name, function, *values in cases(benchmark, options):
-        found = parts.run(name, function, *values)
+        for _ in range(options.repeats):
+            found = parts.run(name, function, *values)
         if name.startswith("profile") and found:
             benchmark.results.append({"case": name, "met": None, **found})
         if options.output:

@@ -109,6 +109,28 @@ def test_offline(tiny_experts):
 
 
 @pytest.mark.slow
+def test_offline_against_what_another_engine_wrote(tiny_experts, tmp_path):
+    written = tmp_path / "peer.json"
+    sizes = json.dumps({"max_num_seqs": 2, "max_num_batched_tokens": 8})
+    case = (
+        "offline.py", "--model", str(tiny_experts), "--scale", "64", "--prefill", "1x512", "--arguments", sizes,
+    )  # fmt: skip
+    output = run(*case, "--repeats", "2", "--output", str(written))
+    assert "peer" not in output
+    measured = [each["value"] for each in json.loads(written.read_text()) if each["case"] == "prefill, 1 x 8"]
+    assert len(measured) == 2
+    [line] = [line for line in run(*case, "--peer", str(written)).splitlines() if line.startswith("prefill")]
+    assert f"peer {measured[-1]:9.2f} x" in line
+
+
+def test_offline_refuses_of_another_engine_what_looks_into_ours():
+    command = [sys.executable, str(BENCHMARKS / "offline.py"), "--engine", "vllm", "--decode", "1", "--steps"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--steps looks into jaxserve's engine, and vllm has another" in done.stderr
+
+
+@pytest.mark.slow
 def test_serving(tiny_experts):
     output = run(
         "serving.py", "--model", str(tiny_experts), "--scale", "16", "--requests", "4", "--seconds", "1",
