@@ -13,11 +13,11 @@ the share of padding, and what the host took beside waiting; ``decode 4x`` is a 
     python benchmarks/offline.py --model llama-8b --all --steps --profile 1,64,1x8192  # all that one model is asked for
     python benchmarks/offline.py --model llama-8b --peer-settings --prefill 16x2048 --throughput
 
-Seconds of 8B on an H200: start 38 to 56 with an empty compile cache (it is the processors'), 9 with a warm one; decode
-30 for all row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile 5, of
-256 rows 14. 0.6B: a third of that and 45 to 60 to start; 30B-A3B: as 8B, and 112 to 126 to start. A case that fails or
-takes longer than ``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what programs hold:
-give each its own JAXSERVE_CACHE_DIR.
+Seconds of 8B on an H200: start 38 to 56 with an empty compile cache (it is the processors'), 7 to 10 with a warm one;
+decode 30 for all row counts (256 alone 15); prefill 7 for all; throughput 25 a workload, greedy and sampled; a profile
+5, of 256 rows 14. 0.6B: a third of that and 45 to 60 to start; 30B-A3B: as 8B, and 81 (128 rows) to 126 to start. A
+case that fails or takes longer than ``--limit`` costs only itself. ``--xla-products`` and ``--split-heads`` change what
+programs hold: give each its own JAXSERVE_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Engine:
             scheduler = self.llm.llm_engine.vllm_config.scheduler_config
         self.rows: int = scheduler.max_num_seqs
         """Rows of a step, at most."""
-        self.steps = StepLog(self.llm) if steps and name == "jaxserve" else None
+        self.steps = StepLog(self.llm) if steps else None
 
     def run(self, prompts: list[list[int]], max_tokens: list[int], **params: Any) -> float:
         """Seconds for all of them."""
@@ -282,7 +282,7 @@ class Benchmark:
         """Print a case; small values are good but for rates and ratios. ``rate``: tokens a second."""
         line, met = f"{case:34s} {value:10.2f} {unit:8s}", None
         if self.measured is not None:
-            peer = self.measured.get(case)
+            peer = self.measured.get(case) if unit else None  # no ratio of ratios
         if rate is not None:
             line += f" {rate:9.0f} tokens/s"
         if target is not None and self.scale == 1:
@@ -418,11 +418,13 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     options = parser.parse_args()
     if options.engine != "jaxserve":
-        for name in ("steps", "profile", "cache_plan"):
-            if getattr(options, name):
+        for name in ("steps", "profile", "cache_plan", "xla_products", "split_heads"):
+            if getattr(options, name) != parser.get_default(name):
                 parser.error(
-                    f"--{name.replace('_', '-')} looks into jaxserve's engine, and {options.engine} has another"
+                    f"--{name.replace('_', '-')} is about jaxserve's engine, and {options.engine} has another"
                 )
+    if options.repeats < 1:
+        parser.error(f"--repeats is 1 or more, not {options.repeats}")
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms %(message)s")
         logging.getLogger("jaxserve.runner.compilation").setLevel(logging.DEBUG)  # each program's time

@@ -55,8 +55,9 @@ class Operands:
         x, weight, residual: see ``gpu_product.dense_matmul``.
         counters: flags of handed sums, then counts of finished chunks.
         out: what it returns.
-        handed: float32 [workers and consumers, 64, width]: sums that the worker before left.
-        partials: float32 [64 outputs of tiles and chunks, 64, width]: sums of chunks.
+        handed: float32 [workers x CTAs of a cluster x consumers, 64, width]: sums that the worker before left; None
+            where no stretch ends inside a chunk.
+        partials: float32 [64 outputs x chunks, 64, width]: sums of chunks; None where one chunk is all.
     """
 
     x: Any
@@ -70,7 +71,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """References to shared memory and its barriers; ``gpu_case.scratch`` makes them."""
+    """References to shared memory and its barriers, which ``gpu_case.scratch`` makes.
+
+    Those from ``up_s`` on are of products with a gate, the last one is of those with a residual.
+    """
 
     weights_s: Any
     tokens_s: Any
@@ -88,6 +92,9 @@ class Product:
     """A worker's part of the product, as the kernel is traced.
 
     Its step ``n`` uses slot ``n % stages`` of the shared memory.
+
+    Args:
+        token_tiles: 1, or an int32 that the kernel reads.
     """
 
     def __init__(self, case: Case, dtype: Any, operands: Operands, shared: Shared, token_tiles: Any) -> None:
@@ -149,7 +156,7 @@ class Product:
 
     # --- the loading warpgroup -------------------------------------------------------------------------------------
 
-    def load(self) -> Any:
+    def load(self) -> None:
         """Load all steps, as slots get free, and wait until nobody of the cluster looks at them any more."""
         stages, shared = self.stages, self.shared
         cluster = "cluster" if self.case.config.cluster > 1 else None
@@ -343,11 +350,11 @@ class Product:
     def _store_piece(self, value: Any, piece: int, tokens: Any, output: Any) -> None:
         case, ours = self.case, self.shared.out_s.at[0 if self.case.gated else self.warpgroup]
 
-        def leaves() -> Any:
+        def target() -> Any:
             return self.leaves(self.operands.out, piece, tokens, output)
 
         if case.out_dtype == "float32":
-            store_transposed(leaves(), value, direct=case.atomic)
+            store_transposed(target(), value, direct=case.atomic)
             return
         if case.has_residual:
             if not self.loads_early:
@@ -359,7 +366,7 @@ class Product:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ours.T[...] = value.astype(self.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(ours, leaves())
+        plgpu.copy_smem_to_gmem(ours, target())
 
     def _store_gated(self, value: Any, piece: int, tokens: Any, output: Any) -> None:
         """The second consumer has the other half: it hands it over in shared memory."""

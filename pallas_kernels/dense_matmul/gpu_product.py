@@ -35,8 +35,7 @@ MANY = 4096
 
 def dense_matmul(
     x: jax.Array, weight: jax.Array, *, config: Config, num_sms: int, residual: jax.Array | None = None,
-    gated: bool = False, out_dtype: Any = None, chunks: int | None = None,
-    interpret: Any = None,
+    gated: bool = False, out_dtype: Any = None, chunks: int | None = None, interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
     """[T, N], or [T, N / 2] with ``gated``; see ``reference``. Sums in float32, rounded to ``out_dtype`` (x's).
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
@@ -123,11 +124,37 @@ def test_offline_against_what_another_engine_wrote(tiny_experts, tmp_path):
     assert f"peer {measured[-1]:9.2f} x" in line
 
 
-def test_offline_refuses_of_another_engine_what_looks_into_ours():
-    command = [sys.executable, str(BENCHMARKS / "offline.py"), "--engine", "vllm", "--decode", "1", "--steps"]
+@pytest.mark.parametrize(
+    "flag", ["--steps", "--profile=1", "--cache-plan=h200-1", "--xla-products", "--split-heads=0"]
+)
+def test_offline_refuses_of_another_engine_what_is_about_ours(flag):
+    command = [sys.executable, str(BENCHMARKS / "offline.py"), "--engine", "vllm", "--decode", "1", flag]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--steps looks into jaxserve's engine, and vllm has another" in done.stderr
+    assert f"{flag.split('=')[0]} is about jaxserve's engine, and vllm has another" in done.stderr
+
+
+def test_offline_judges_the_last_run_and_its_peer(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import offline
+
+    written = tmp_path / "peer.json"
+    case = "decode, 8 rows"
+    profile = {"case": "profile 8", "met": None}
+    first, last = ({"case": case, "value": value, "unit": "ms"} for value in (4.0, 5.0))
+    written.write_text(json.dumps([first, last, profile, {"case": "a share", "value": 0.5, "unit": ""}]))
+    config = json.loads((BENCHMARKS / "models" / "llama-8b" / "config.json").read_text())
+    benchmark = offline.Benchmark(SimpleNamespace(steps=None), "llama-8b", config, 1, written)
+    benchmark.report(case, 9.0, "ms", target=4.3, peer=7.0)
+    benchmark.report(case, 4.0, "ms", target=4.3, peer=7.0)
+    benchmark.report("another case", 1.0, "ms", peer=7.0)
+    benchmark.report("a share", 0.25, "")
+    benchmark.summary()
+    slow, fast, other, share, summary = capsys.readouterr().out.splitlines()
+    assert re.search(r"MISSED +peer +5.00 x 1.80$", slow)
+    assert re.search(r"met +peer +5.00 x 0.80$", fast)
+    assert "peer" not in other + share
+    assert summary == "1 of 1 targets met; missed: none"
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class Kernel:
 
     def __call__(self, x: jax.Array, weight: jax.Array, **kind: Any) -> jax.Array:
         self.asked.append({key: value for key, value in kind.items() if value is not None})
-        dtype, _ = kind.pop("out_dtype", None), kind.pop("ahead", None)
+        dtype = kind.pop("out_dtype", None)
         return reference.dense_matmul(x, weight, **kind).astype(x.dtype if dtype is None else dtype)
 
 

@@ -149,9 +149,9 @@ def test_it_lowers() -> None:
         lowered(8, 128256, 4096, out_dtype=jnp.float32),
         lowered(64, 4096, 4096, Config(64, cluster=2)),
         lowered(8, 4096, 1024),
-        lowered(128, 4096, 4096, Config(128, consumers=1)),
+        lowered(500, 28672, 4096, gated=True),
         lowered(500, 4096, 14336, residual=True),
-        lowered(8, 6144, 4096, Config(8)),
+        lowered(500, 6144, 4096, out_dtype=jnp.float32),
     ]
     assert all(text.count("custom_call @mosaic_gpu_v2") == 1 for text in texts)
     many = [lowered(rows, 4096, 1024, residual=True) for rows in (512, 1024)]

@@ -44,3 +44,22 @@ def test_it_does_what_the_layers_do(num_tokens, kv_heads, group, norm):
         np.testing.assert_allclose(
             np.asarray(ours, np.float32), wide, rtol=2**-6, atol=2**-6 * np.abs(wide).mean()
         )
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_one_kernel_serves_all_numbers_of_tokens(norm):
+    from pallas_kernels.split_heads.gpu import GpuSplitHeads
+
+    def lowered(num_tokens: int) -> str:
+        struct = jax.ShapeDtypeStruct
+        weights = struct((5, 128), jnp.bfloat16) if norm else None
+        angles = struct((num_tokens, 64), jnp.float32)
+        split = jax.jit(
+            lambda qkv, cos, sin, weights: GpuSplitHeads(num_sms=132)(qkv, cos, sin, weights, 1e-6)
+        )
+        traced = split.trace(struct((num_tokens, 8, 6, 128), jnp.bfloat16), angles, angles, weights)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu_v2") == 1
+        return text.split('kernel_hash = "')[1].split('"')[0]
+
+    assert lowered(1) == lowered(64)

@@ -84,6 +84,18 @@ def test_one_kernel_serves_all_numbers_of_rows():
 
 
 @needs_mosaic_gpu
+@pytest.mark.parametrize("rows", [1, 7])
+def test_sum_and_norm_lower(rows):
+    from pallas_kernels.rms_norm.gpu import GpuAddNorm
+
+    array = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    weights, layer = jax.ShapeDtypeStruct((32, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    traced = jax.jit(lambda *a: GpuAddNorm()(*a, EPS)).trace(array, array, weights, layer)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+
+
+@needs_mosaic_gpu
 def test_what_the_kernel_does_not_take_is_halved():
     norm = fixed_norm("gpu", 132)
     assert isinstance(norm, FittingNorm)
