@@ -108,7 +108,7 @@ def exhaustive(*values: Any) -> Any:
         slow("llama", {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128}),
         exhaustive("llama", {"data_parallel_size": 3}),
         exhaustive("qwen3_moe", {"tensor_parallel_size": 2}),
-        slow("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+        exhaustive("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
         exhaustive("qwen3_moe", {"data_parallel_size": 4, "enable_expert_parallel": True}),
         exhaustive("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 4}),
     ],

@@ -279,11 +279,11 @@ def test_each_alone(served, answers, some):
     ],
 )
 def test_engines(answers, arguments):
-    half = slice(1, None, 2)  # with the longest prompt
+    some = slice(3, None, 4)  # with the longest prompt
     with LLM(**arguments) as llm:
-        found = run(llm, CASES[half])
-        check_same(found, answers[half])
-        check_parity(found, CASES[half])
+        found = run(llm, CASES[some])
+        check_same(found, answers[some])
+        check_parity(found, CASES[some])
         stats = llm._core.scheduler.stats()
         if arguments.get("enable_prefix_caching") is False:
             assert stats.prefix_cache_hits == 0
