@@ -27,7 +27,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 26},
 }
 BUDGETS = (8, 16, 24, 50, 128)
-SITUATIONS, OF_SMOLLM2 = 500, 12
+SITUATIONS, OF_SMOLLM2 = 500, 20
 """Of each tiny engine, and of SmolLM2."""
 NUM_TARGETS, PROMPT_LEN, OUTPUT_LEN = 20, 90, 12
 
