@@ -137,16 +137,13 @@ class Product:
         first = (at - tile * self.line.steps) * self.case.step
         return pl.ds(pl.multiple_of(first, self.case.step), self.case.step)
 
-    def leaves(self, out: Any, piece: int, tokens: Any, output: Any) -> Any:
-        """The piece's tokens of this consumer's outputs, in global memory."""
-        return out.at[pl.ds(tokens + piece * self.columns, self.columns), pl.ds(output, ROWS)]
+    def piece_of(self, array: Any, piece: int, tokens: Any, output: Any) -> Any:
+        """The piece's tokens of this consumer's outputs, in global memory: of the results or the residual."""
+        return array.at[pl.ds(tokens + piece * self.columns, self.columns), pl.ds(output, ROWS)]
 
-    def slot_of(self, tile: Any) -> Any:
-        """Among 64 outputs by a tile's tokens."""
-        return (tile * self.case.config.cluster + self.rank) * self.case.config.consumers + self.warpgroup
-
-    def slot_of_handed(self, worker: Any) -> Any:
-        return (worker * self.case.config.cluster + self.rank) * self.case.config.consumers + self.warpgroup
+    def slot_of(self, number: Any) -> Any:
+        """This consumer's place among all of a tile, for its sums, or of a worker, for those that are handed to it."""
+        return (number * self.case.config.cluster + self.rank) * self.case.config.consumers + self.warpgroup
 
     def counter(self, index: Any) -> Any:
         return self.operands.counters.at[pl.ds(index, 1)]
@@ -216,7 +213,7 @@ class Product:
         sums = (self._folded_chunks if self.case.folds else self._one_chunk)(item, done)
 
         def hand_over() -> None:
-            after = self.slot_of_handed(self.worker + 1)
+            after = self.slot_of(self.worker + 1)
             store(self.operands.handed.at[after], sums)
             signal(self.counter(after), atomic=self.case.atomic)
 
@@ -247,7 +244,7 @@ class Product:
                 # There sums begin with nothing.
                 sums = self._load_handed() + self._from_zero(start, stop, done)
             # It comes last so that the compiler does not join the two ways' ends, where sums are in flight.
-            self.reset(self.slot_of_handed(self.worker))
+            self.reset(self.slot_of(self.worker))
             return sums
 
         if not self.case.shares_chunks:
@@ -269,11 +266,11 @@ class Product:
             return total + self._from_zero(begin, end, done + begin - start)
 
         total = lax.fori_loop(first, end, fold, lax.cond(goes_on, self._load_handed, nothing))
-        pl.when(goes_on)(lambda: self.reset(self.slot_of_handed(self.worker)))
+        pl.when(goes_on)(lambda: self.reset(self.slot_of(self.worker)))
         return total
 
     def _load_handed(self) -> Any:
-        slot = self.slot_of_handed(self.worker)
+        slot = self.slot_of(self.worker)
         wait_for(self.counter(slot), atomic=self.case.atomic)
         return plgpu.load(self.operands.handed.at[slot], layout=WGMMA, optimized=False)
 
@@ -342,7 +339,7 @@ class Product:
 
     def _load_residual(self, piece: int, tokens: Any, output: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the one before has left
-        residual = self.leaves(self.operands.residual, piece, tokens, output)
+        residual = self.piece_of(self.operands.residual, piece, tokens, output)
         plgpu.copy_gmem_to_smem(
             residual, self.shared.out_s.at[self.warpgroup], self.shared.residual_full.at[self.warpgroup]
         )
@@ -351,7 +348,7 @@ class Product:
         case, ours = self.case, self.shared.out_s.at[0 if self.case.gated else self.warpgroup]
 
         def target() -> Any:
-            return self.leaves(self.operands.out, piece, tokens, output)
+            return self.piece_of(self.operands.out, piece, tokens, output)
 
         if case.out_dtype == "float32":
             store_transposed(target(), value, direct=case.atomic)

@@ -148,7 +148,6 @@ def test_two_hosts_say_what_one_says_and_end_together_when_one_is_killed(
         assert "Host 1 (127.0.0.1) is gone" in pair.logged() or "A step failed" in pair.logged()
 
 
-@pytest.mark.exhaustive
 def test_four_hosts_start_after_a_death_and_end_cleanly(
     model: Path, coordinator: int, expected: list[Any]
 ) -> None:

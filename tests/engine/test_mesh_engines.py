@@ -86,6 +86,10 @@ def one_device(tmp_path_factory: pytest.TempPathFactory):
     return answered
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
@@ -96,14 +100,12 @@ def exhaustive(*values: Any) -> Any:
         ("llama", {"tensor_parallel_size": 4, "data_parallel_size": 2}),  # KV heads held twice
         ("qwen3_moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
         # One latent cache a rank, whole on both of its devices; experts over all four.
-        exhaustive(
+        slow(
             "deepseek_v3",
             {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
         ),
         exhaustive("llama", {"tensor_parallel_size": 8}),
-        exhaustive(
-            "llama", {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128}
-        ),
+        slow("llama", {"tensor_parallel_size": 2, "sequence_parallel": True, "max_num_batched_tokens": 128}),
         exhaustive("llama", {"data_parallel_size": 3}),
         exhaustive("qwen3_moe", {"tensor_parallel_size": 2}),
         exhaustive("qwen3_moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
